@@ -1,7 +1,8 @@
 """Number of micro-batches in each iteration: constant, or constant after a ramp-up. Pure.
 
-Neither the contents of the micro-batches nor the replicas that compute them are known here. Data sets ask where an
-iteration begins; engines and the controller ask how many micro-batches a plan has to distribute.
+The module knows neither the contents of the micro-batches nor the replicas that compute them. Data sets ask for the
+first micro-batch of an iteration; engines and the controller ask for the number of micro-batches that a plan has to
+distribute.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ import msgspec
 from resihp.errors import DatasetError
 
 Ramp = tuple[tuple[int, int], ...]
-"""For each step: its first iteration, and the micro-batches per iteration from there on. The first step begins at
+"""Steps of a ramp-up: (first iteration, micro-batches per iteration from that iteration on). The first step begins at
 iteration 1."""
 
 
 class BatchSizes(msgspec.Struct, frozen=True):
-    """Batch size of every iteration; `usual` is the number of micro-batches once the ramp-up is over.
+    """Batch size of every iteration, in micro-batches.
 
-    Raises DatasetError for an invalid ramp-up.
+    `usual` is the number of micro-batches once the ramp-up is over; `ramp` lists the steps of the ramp-up, and is empty
+    if there is none. Raises DatasetError for an invalid ramp-up.
     """
 
     usual: int
@@ -42,13 +44,13 @@ class BatchSizes(msgspec.Struct, frozen=True):
             )
 
     def at(self, iteration: int) -> int:
-        """Return the number of micro-batches of an iteration, counted from 1."""
+        """Return the number of micro-batches of `iteration`; iterations are counted from 1."""
         if not self.ramp or iteration >= self.ramp[-1][0]:
             return self.usual
         return self.ramp[bisect_right(self.ramp, iteration, key=lambda step: step[0]) - 1][1]
 
     def before(self, iteration: int) -> int:
-        """Return the number of micro-batches of all iterations before this one."""
+        """Return the total number of micro-batches of all iterations before `iteration`."""
         steps = self.ramp or ((1, self.usual),)
         ends = [*(first for first, _ in steps[1:]), iteration]
         return sum(max(0, min(end, iteration) - first) * count for (first, count), end in zip(steps, ends, strict=True))
@@ -57,9 +59,8 @@ class BatchSizes(msgspec.Struct, frozen=True):
 class RampUp(msgspec.Struct, frozen=True, kw_only=True):
     """Megatron's `--rampup-batch-size START INCREMENT SAMPLES`, counted in micro-batches instead of samples.
 
-    The global batch begins with `start` micro-batches. The first `micro_batches` of the training are divided evenly
-    among the increments: each time such a share has been used, the batch grows by `increment`, until it has its usual
-    size.
+    The global batch begins with `start` micro-batches and grows in steps of `increment` to its usual size. The ramp-up
+    uses about `micro_batches` micro-batches in all, divided evenly among the increments.
     """
 
     start: int
@@ -69,7 +70,8 @@ class RampUp(msgspec.Struct, frozen=True, kw_only=True):
     def sizes(self, usual: int) -> BatchSizes:
         """Return the batch sizes that megatron-core's `RampupBatchsizeNumMicroBatchesCalculator` would give.
 
-        Raises DatasetError if the increments do not lead from `start` to `usual`.
+        `usual` is the number of micro-batches after the ramp-up. Raises DatasetError if the increments do not lead from
+        `start` to `usual`.
         """
         if min(self.start, self.increment, self.micro_batches) < 1:
             raise DatasetError(

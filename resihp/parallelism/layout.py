@@ -1,10 +1,10 @@
 """The assignment of layers to ranks: replicas of stages of ranks. A layout is data; everything else is derived from it.
 
-TP, PP and DP degrees are not global numbers. Each replica has its own stages, each stage its own ranks (the
+TP, PP and DP degrees are not global numbers. Each replica has its own stages; each stage has its own ranks (the
 tensor-parallel group, in order) and its own layer chunks. Megatron's uniform grid is `Layout.uniform`. A stage that has
-lost all its ranks may stay, *vacant*: it holds nothing, and the micro-batches of its replica pass those layers in other
-replicas (ResiHP, Algorithm 1). This module validates and identifies layouts; it never decides which one is good
-(`resihp.scheduler`) nor acts on one.
+lost all its ranks may stay in the layout as a *vacant* stage: it holds no state, and the micro-batches of its replica
+pass its layers in other replicas (ResiHP, Algorithm 1). This module validates and identifies layouts; it never decides
+which layout is good (`resihp.scheduler`), and never puts one into effect.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ LayerSpan = tuple[int, int]
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """One pipeline stage of one replica: a tensor-parallel group and the layers that it holds.
+    """One pipeline stage of one replica: the ranks of a tensor-parallel group and the layers that they hold.
 
-    A stage without ranks is vacant: its layers are not held there, and no micro-batch passes it.
+    `chunks` are spans of consecutive layers, more than one under interleaving. A stage without ranks is vacant: no rank
+    holds its layers in this replica, and no micro-batch passes it.
     """
 
     ranks: tuple[int, ...]
@@ -50,18 +51,18 @@ class Replica(msgspec.Struct, frozen=True):
 
     @property
     def vacant(self) -> bool:
-        """Whether a stage has no ranks, so that the replica holds only a part of the model."""
+        """Whether any stage has no ranks, so that the replica holds only a part of the model."""
         return not all(stage.ranks for stage in self.stages)
 
     @property
     def virtual_stages(self) -> tuple[tuple[int, int], ...]:
-        """(stage, chunk) in the order in which a micro-batch passes them, which is the order of their layers."""
+        """(stage, chunk) of each chunk in layer order, which is the order in which a micro-batch passes them."""
         stops = [(chunk[0], s, c) for s, stage in enumerate(self.stages) for c, chunk in enumerate(stage.chunks)]
         return tuple((s, c) for _, s, c in sorted(stops))
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Position of a rank: replica, stage, and index within the tensor-parallel group."""
+    """Position of a rank: replica, stage, and index `t` within the tensor-parallel group."""
 
     replica: int
     stage: int
@@ -69,7 +70,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """All replicas, and the live ranks that have no work."""
+    """All replicas, and the standby ranks: live ranks without work."""
 
     replicas: tuple[Replica, ...]
     standby: tuple[int, ...] = ()
@@ -78,10 +79,10 @@ class Layout(msgspec.Struct, frozen=True):
     def uniform(
         cls, *, tp: int, pp: int, dp: int, layers: int, chunks: int = 1, standby: tuple[int, ...] = ()
     ) -> Layout:
-        """Return Megatron's grid: rank = (replica * pp + stage) * tp + t, layers spread evenly, the remainder to the
-        first stages.
+        """Return Megatron's grid: rank = (replica * pp + stage) * tp + t, with layers spread evenly and the remainder
+        given to the first stages.
 
-        With `chunks` above 1 each stage holds that many spans of layers (Megatron's virtual pipeline): virtual stage v
+        With `chunks` above 1, each stage holds `chunks` spans of layers (Megatron's virtual pipeline): virtual stage v
         is chunk v // pp of stage v % pp. Raises LayoutError if a degree is below 1 or there are fewer layers than
         virtual stages.
         """
@@ -120,7 +121,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def whole(self) -> int:
-        """Number of replicas that have ranks at each stage and thus hold all of the model's state."""
+        """Number of replicas without a vacant stage: each of them holds all of the model's state."""
         return sum(not replica.vacant for replica in self.replicas)
 
     @property
@@ -129,7 +130,7 @@ class Layout(msgspec.Struct, frozen=True):
         return tuple((d, s) for d, r in enumerate(self.replicas) for s, stage in enumerate(r.stages) if not stage.ranks)
 
     def places(self) -> Iterator[tuple[int, Place]]:
-        """Yield the rank and the place of every active rank."""
+        """Yield (rank, place) for every active rank."""
         for d, replica in enumerate(self.replicas):
             for s, stage in enumerate(replica.stages):
                 for t, rank in enumerate(stage.ranks):
@@ -144,20 +145,22 @@ class Layout(msgspec.Struct, frozen=True):
         return None if place is None else self.replicas[place.replica].stages[place.stage]
 
     def without(self, lost_ranks: frozenset[int]) -> Layout:
-        """Drop every replica that contains a lost rank or a vacant stage; its live ranks become standby."""
+        """Return the layout without every replica that has a lost rank or a vacant stage; live ranks of these replicas
+        become standby.
+        """
         kept = tuple(r for r in self.replicas if not r.vacant and not lost_ranks.intersection(r.ranks))
         standby = {*self.standby, *self.active}.difference(lost_ranks, *(r.ranks for r in kept))
         return Layout(replicas=kept, standby=tuple(sorted(standby)))
 
     def hosts(self, span: LayerSpan) -> tuple[int, ...]:
-        """Return the replicas that hold these layers in one chunk."""
+        """Return the replicas that hold the layers of `span` as exactly one chunk."""
         return tuple(d for d, r in enumerate(self.replicas) if any(s.ranks and span in s.chunks for s in r.stages))
 
     def model_copy(self, replica: int) -> Replica:
-        """Return every layer once: the layers of `replica`, with those of its vacant stages taken from the first
-        replica that holds them.
+        """Return a replica in which each layer occurs once: the layers of `replica`, with the layers of its vacant
+        stages taken from the first other replica that holds them.
 
-        The ranks of the result can write all of the state.
+        Together, the ranks of the result hold all of the model's state, so they can write a checkpoint.
         """
         own = self.replicas[replica]
         taken = {stage.ranks: [*stage.chunks] for stage in own.stages if stage.ranks}
@@ -169,12 +172,12 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the canonical encoding, equal on every machine for equal layouts."""
+        """SHA-256 of the canonical encoding; equal layouts have equal digests on every machine."""
         return hashlib.sha256(msgspec.msgpack.encode(self, order="deterministic")).hexdigest()
 
     def describe(self) -> str:
-        """Describe the layout in a few words: `DP3 x PP2 x TP2` if it is uniform, else each replica, `2x TP4,4 |
-        TP2,1`.
+        """Describe the layout in a few words: `DP3 x PP2 x TP2` if it is uniform, otherwise the TP degrees of each
+        replica's stages, `2x TP4,4 | TP2,1`.
         """
         shapes = [tuple(stage.tp for stage in replica.stages) for replica in self.replicas]
         tail = f" + {len(self.standby)} standby" if self.standby else ""
@@ -188,7 +191,7 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Format ranks, stages or layers, given in order, with neighbours as a range: `0-3 6 8`."""
+    """Format ascending numbers of ranks, stages or layers, with consecutive numbers as a range: `0-3 6 8`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -201,8 +204,8 @@ def spans(numbers: Iterable[int]) -> str:
 def validate(layout: Layout, model: ModelSpec) -> None:
     """Raise LayoutError, naming the replica, stage or rank at fault, if a layout is not valid.
 
-    In a valid layout each replica has every layer once and in order, ranks are in one place each, the tensor-parallel
-    degrees divide the tensors, and each chunk of a stage without ranks is held by another replica in one chunk.
+    In a valid layout, each replica has every layer once and in order, each rank is in one place, the tensor-parallel
+    degrees divide the tensors, and another replica holds each chunk of a vacant stage in one chunk.
     """
     if not layout.replicas:
         raise LayoutError("layout: no replica; at least one is needed")

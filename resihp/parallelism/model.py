@@ -1,4 +1,4 @@
-"""Facts about a model that the planner needs: its size and the degrees that divide its tensors. No torch here."""
+"""A model's size and the degrees that divide its tensors, as the planner needs them. No torch here."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ import msgspec
 
 
 class Computation(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts besides the shape that decide which activations a pass keeps. They change neither parameters nor state."""
+    """Properties of the computation, besides the shape, that decide which activations a pass keeps.
+
+    They change neither parameters nor state.
+    """
 
     device: Literal["cpu", "cuda"] = "cuda"
-    """Kind of device whose kernels compute. Some of the CPU kernels keep more activations."""
+    """Kind of device that computes. Some CPU kernels keep more activations than their CUDA counterparts."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
     rotary: bool = True
-    """Whether queries and keys are rotated by their positions; if not, positions are learned and added to embeddings.
-    """
+    """Whether queries and keys are rotated by their positions (RoPE). If not, learned positions are added to the
+    embeddings."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Shape of a decoder-only transformer, as declared by the training script when it starts.
 
-    All counts are of the whole model. `kv_groups` is the number of key/value heads (equal to `heads` without grouped
-    queries), `kv_channels` the width of a head where it is not `hidden / heads`; with `qk_layernorm` queries and keys
-    are normalised. `ffn_hidden` is the width of the MLP's inner layer; `gated` marks a gated MLP (SwiGLU). The rows of
-    embedding and head are padded to a multiple of `vocab_multiple`, so that tensor parallelism can cut them; the
-    padding never takes part in the loss. `precision` is that of parameters and activations in passes; the values that
-    the optimizer updates, and all state that is moved or stored, are float32 in any case. `computation` matters only
-    for memory.
+    All counts are for the whole model. `kv_groups` is the number of key/value heads (equal to `heads` without grouped
+    queries). `kv_channels` is the width of a head if it differs from `hidden / heads`. With `qk_layernorm`, queries and
+    keys are normalised. `ffn_hidden` is the width of the MLP's inner layer; `gated` marks a gated MLP (SwiGLU). The
+    rows of embedding and head are padded to a multiple of `vocab_multiple`, so that tensor parallelism can cut them;
+    the padding never takes part in the loss. `precision` is the precision of parameters and activations in the passes;
+    the values that the optimizer updates, and all state that is moved or stored, are always float32. `computation`
+    matters only for memory.
     """
 
     layers: int
@@ -57,7 +60,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parameters_per_layer(self) -> int:
-        """Weights of one transformer layer, without biases and norms, which are below 0.1 %."""
+        """Weights of one transformer layer, without biases and norms, which are below 0.1 % of the weights."""
         attention = 2 * self.hidden * (self.heads + self.kv_groups) * self.head_width
         mlp = self.hidden * self.ffn_hidden * (3 if self.gated else 2)
         return attention + mlp
@@ -70,7 +73,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def tensor_parallel_obstacle(self, degree: int) -> str | None:
-        """Return why this model cannot be split `degree` ways, or None if it can."""
+        """Return why this model cannot be split for tensor-parallel degree `degree`, or None if it can."""
         for name, count in (
             ("attention heads", self.heads),
             ("query groups", self.kv_groups),

@@ -1,11 +1,11 @@
-"""Owners of each piece of each parameter, derived from a layout. Pure: no torch, no clock, no communication.
+"""The owners of each slice of each parameter, derived from a layout. Pure: no torch, no clock, no communication.
 
-A parameter is named independently of any layout and cut along its tensor-parallel axis wherever the share of some
-holder ends, so that each piece (`Slice`) has one set of owners. Gradient synchronisation, norms, checkpoints and state
-transfers all use these functions; none of them is decided here.
+A parameter's name does not depend on the layout. The parameter is cut along its tensor-parallel axis wherever the share
+of any holder ends, so that each piece (a `Slice`) has one set of owners. Gradient synchronisation, norms, checkpoints
+and state transfers all use these functions; this module carries out none of them.
 
-Called by `resihp.executor`, and by `resihp.parallelism.transfers`, which computes for the executor and for the
-scheduler the slices that have to move.
+Called by `resihp.executor`, and by `resihp.parallelism.transfers`, which computes the slices to move for the executor
+and for the scheduler.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from resihp.parallelism.layout import Layout, Stage
 class ParameterSpec(msgspec.Struct, frozen=True):
     """One parameter of the whole model.
 
-    `unit` names the part of the model to which it belongs, and so the stage that holds it: "embedding", "layer.7",
-    "final" or "head". `shape` is the global shape. `axis` is the axis that tensor parallelism cuts, None when every
-    rank of the group holds all of it. `parts` is the number of blocks of equal size that lie one after the other along
-    `axis`, each cut separately: 2 for a gated MLP's fused [gate; up], of which rank t holds [gate_t; up_t]. A fused QKV
-    with rows grouped by query group is one part.
+    `unit` names the part of the model that contains the parameter, and so determines the stage that holds it:
+    "embedding", "layer.7", "final" or "head". `shape` is the global shape. `axis` is the axis that tensor parallelism
+    cuts; None if every rank of the group holds the whole parameter. `parts` is the number of equally large blocks along
+    `axis` that are cut separately: 2 for a gated MLP's fused [gate; up], of which rank t holds [gate_t; up_t]. A fused
+    QKV with rows grouped by query group is one part.
 
-    `tied` is a second unit that uses the same parameter: "head" for an embedding tied to it. Every stage that holds
-    either unit has a copy, and their gradients add up. `partial` marks parameters that each rank of a group holds whole
-    while only a part of the activations passes it: a part of the sequence (norms and some biases under sequence
-    parallelism), or a part of the heads (norms of queries and keys). Their gradients add up over the group, too.
+    `tied` names a second unit that uses the same parameter: "head" for an embedding tied to the head. Every stage that
+    holds either unit has a copy, and the gradients of the copies add up. `partial` marks a parameter that each rank of
+    a group holds whole, although only a part of the activations passes it on each rank: a part of the sequence (norms
+    and some biases under sequence parallelism) or a part of the heads (norms of queries and keys). Gradients of a
+    partial parameter add up over the group, too.
     """
 
     name: str
@@ -60,9 +61,9 @@ class ParameterSpec(msgspec.Struct, frozen=True):
 
 
 class Slice(msgspec.Struct, frozen=True, order=True):
-    """Interval [start, stop) of a parameter along its tensor-parallel axis, inside each of its parts.
+    """Interval [start, stop) of a parameter along its tensor-parallel axis, in each of the parameter's parts.
 
-    A parameter that is never cut has the single slice [0, 1).
+    A parameter that tensor parallelism does not cut has the single slice [0, 1).
     """
 
     name: str
@@ -71,10 +72,10 @@ class Slice(msgspec.Struct, frozen=True, order=True):
 
 
 class OwnerSet(msgspec.Struct, frozen=True):
-    """Ranks, in replica order, that hold copies of the same slices and sum their gradients.
+    """Ranks, in replica order, that hold copies of the same slices and sum the gradients of these slices.
 
-    It has one rank of each replica, unless a parameter is tied (one rank for each stage that holds it) or partial
-    (whole groups).
+    `owners` has one rank of each replica. Exceptions: one rank for each stage that holds a tied parameter, and whole
+    groups for a partial parameter.
     """
 
     owners: tuple[int, ...]
@@ -82,7 +83,7 @@ class OwnerSet(msgspec.Struct, frozen=True):
 
 
 def share(spec: ParameterSpec, t: int, tp: int) -> Slice:
-    """Return the share of a parameter that index `t` of a tensor-parallel group of `tp` ranks holds.
+    """Return the slice of a parameter that rank `t` of a tensor-parallel group of `tp` ranks holds.
 
     Raises LayoutError if the parameter cannot be cut into `tp` equal shares.
     """
@@ -97,7 +98,7 @@ def share(spec: ParameterSpec, t: int, tp: int) -> Slice:
 
 
 def holder(layout: Layout, replica: int, unit: str) -> Stage:
-    """Return the stage of a replica that holds `unit`. Raises LayoutError when the replica lacks that layer."""
+    """Return the stage of a replica that holds `unit`. Raises LayoutError if no stage of the replica has the layer."""
     stages = layout.replicas[replica].stages
     if unit == "embedding":
         return stages[layout.replicas[replica].virtual_stages[0][0]]
@@ -113,7 +114,7 @@ def holder(layout: Layout, replica: int, unit: str) -> Stage:
 def holders(layout: Layout, spec: ParameterSpec) -> tuple[Stage, ...]:
     """Return every stage that holds a copy of a parameter, in replica order.
 
-    A tied parameter may have two such stages in each replica. A stage without ranks holds nothing.
+    Two stages of a replica may hold a tied parameter. Stages without ranks are left out.
     """
     stages: list[Stage] = []
     for replica in range(len(layout.replicas)):
@@ -123,23 +124,26 @@ def holders(layout: Layout, spec: ParameterSpec) -> tuple[Stage, ...]:
 
 
 def cuts(points: Iterable[int], spec: ParameterSpec) -> tuple[Slice, ...]:
-    """Return the pieces of a parameter between these points and its ends."""
+    """Return the slices into which `points` along the tensor-parallel axis cut a parameter."""
     bounds = sorted({0, spec.extent, *points})
     return tuple(Slice(spec.name, start, stop) for start, stop in itertools.pairwise(bounds))
 
 
 def ends(stages: Iterable[Stage], spec: ParameterSpec) -> set[int]:
-    """Return the points at which the share of some holder of a parameter ends."""
+    """Return the points along a parameter's tensor-parallel axis at which the share of a rank of `stages` ends."""
     return {share(spec, t, tp).stop for tp in {stage.tp for stage in stages} for t in range(tp)}
 
 
 def size_of(spec: ParameterSpec, piece: Slice) -> int:
-    """Return the number of elements of a slice in one tensor (the value or one moment)."""
+    """Return the number of elements of a slice in one tensor (the value, or one moment)."""
     return spec.elements * (piece.stop - piece.start) // spec.extent
 
 
 def owned(layout: Layout, specs: Sequence[ParameterSpec]) -> dict[int, tuple[Slice, ...]]:
-    """Return the slices of each active rank, in the order of `specs`, at the finest cut in use for each parameter."""
+    """Return the slices that each active rank holds, in the order of `specs`.
+
+    Each parameter is cut at every point at which the share of any rank ends.
+    """
     slices_of: dict[int, list[Slice]] = {rank: [] for rank in layout.active}
     for spec in specs:
         stages = holders(layout, spec)
@@ -154,10 +158,11 @@ def owned(layout: Layout, specs: Sequence[ParameterSpec]) -> dict[int, tuple[Sli
 def owner_sets(layout: Layout, specs: Sequence[ParameterSpec]) -> tuple[OwnerSet, ...]:
     """Return the groups for gradient synchronisation, in one order that is equal on all ranks.
 
-    Each rank's slice is in at least one set, and the sum over any set that holds it is the whole gradient. Ranks of a
-    tensor-parallel group have equal gradients of a parameter that is not cut, so each sums its own with its
-    counterparts' and every replica counts once. With unequal degrees, the rank of a smaller group is in several sets
-    with the same slice; it must offer its *unreduced* gradient to each, and any of the (equal) results may be kept.
+    Each slice of a rank is in at least one set, and the sum over any set with that slice is the whole gradient. The
+    ranks of a tensor-parallel group have equal gradients of a parameter that is not cut, so each rank sums its gradient
+    with its counterparts in other replicas, and every replica counts once. With unequal degrees, a rank of a smaller
+    group is in several sets with the same slice: it must contribute its *unreduced* gradient to each set, and may keep
+    the result of any set, since the results are equal.
     """
     sets: dict[tuple[int, ...], list[Slice]] = {}
     for spec in specs:
@@ -167,13 +172,16 @@ def owner_sets(layout: Layout, specs: Sequence[ParameterSpec]) -> tuple[OwnerSet
 
 
 def primary(owners: tuple[int, ...]) -> int:
-    """Return the rank that represents an owner set in sums over the model and in checkpoints: the first replica's."""
+    """Return the rank that represents an owner set in sums over the model and in checkpoints: the rank of the first
+    replica.
+    """
     return owners[0]
 
 
 def counted(layout: Layout, specs: Sequence[ParameterSpec]) -> dict[int, tuple[Slice, ...]]:
-    """Return the slices that each active rank contributes to sums over the whole model: every slice once, however many
-    copies of it there are.
+    """Return the slices that each active rank contributes to a sum over the whole model.
+
+    Every slice is contributed by one rank, however many ranks hold a copy.
     """
     turns: dict[int, list[Slice]] = {rank: [] for rank in layout.active}
     for spec in specs:
@@ -190,7 +198,7 @@ def _owners(layout: Layout, spec: ParameterSpec) -> Iterator[tuple[tuple[int, ..
     if spec.partial:
         yield tuple(rank for stage in stages for rank in stage.ranks), Slice(spec.name, 0, spec.extent)
     elif spec.axis is None:
-        # Walk all groups side by side, from 0 to 1: at each point, the indices there are counterparts.
+        # Scale each group to the interval from 0 to 1: the ranks of all groups at one point are counterparts.
         points = sorted({Fraction(t, stage.tp) for stage in stages for t in range(stage.tp)})
         for point in points:
             yield tuple(stage.ranks[int(point * stage.tp)] for stage in stages), Slice(spec.name, 0, 1)

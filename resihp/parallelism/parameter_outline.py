@@ -1,9 +1,10 @@
-"""The parameters of a model as far as planning needs them: with their real names and cuts, without building a module.
+"""The parameters of a model that planning needs: their real names and cuts, without building a module.
 
-Derived from a `ModelSpec` alone, so that the controller and the scheduler can ask `resihp.parallelism.transfers` which
-state a transition would move and whether any is lost. The executor works with the real list
-(`resihp.executor.state.parameters`), of which this is a part: biases, learned positions and all norms except one in
-each layer and the last are left out, below 0.1 % of the whole. Their holders are those of the norms that are listed.
+They are derived from a `ModelSpec` alone, so that the controller and the scheduler can ask
+`resihp.parallelism.transfers` which state a transition would move and whether any state is lost. The executor works
+with the complete list (`resihp.executor.state.parameters`). The list here leaves out biases, learned positions, and all
+norms except one in each layer and the last: below 0.1 % of the elements. The stages that hold these parameters are the
+stages of the listed norms.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from resihp.parallelism.ownership import ParameterSpec
 
 
 def outline(model: ModelSpec) -> tuple[ParameterSpec, ...]:
-    """Return the parameters in the order of the real ones: embedding, layers, last norm, head (unless tied)."""
+    """Return the model's parameters in the order of the executor's list: embedding, layers, last norm, head (unless
+    tied).
+    """
     embedding = ParameterSpec(
         "embedding.word_embeddings.weight",
         "embedding",
@@ -34,7 +37,8 @@ def outline(model: ModelSpec) -> tuple[ParameterSpec, ...]:
 
 
 def layer_outline(model: ModelSpec, layer: int) -> tuple[ParameterSpec, ...]:
-    """Return the parameters of one transformer layer, counted from 0. All layers have the same."""
+    """Return the parameters of layer `layer`, counted from 0. The parameters of two layers differ only in their
+    names."""
     path, unit = f"layers.{layer}", f"layer.{layer}"
     width = model.head_width
     parts = 2 if model.gated else 1

@@ -1,6 +1,6 @@
-"""The agreement of all ranks: an epoch, a layout, the replica of each micro-batch, and the order of the work.
+"""The plan that all ranks agree on: an epoch, a layout, the replica of each micro-batch, and the order of the work.
 
-The controller writes it, and every rank confirms it by `Plan.digest` before the first group is built.
+The controller makes a plan, and every rank confirms it by `Plan.digest` before the first group is built.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Kind = Literal["F", "B", "W"]
 class Primitive(msgspec.Struct, frozen=True):
     """One unit of work on one stage: a pass of a micro-batch through one of the stage's layer chunks.
 
-    F is the forward pass, B the backward pass, W the weight gradients. Without a W for the same micro-batch and chunk,
-    B computes both kinds of gradients; with a W, B computes those of the inputs only. `micro_batch` is an index into
-    the global batch, `chunk` one into `Stage.chunks`.
+    F is the forward pass, B the backward pass, W the computation of weight gradients. If the order has a W for the same
+    micro-batch and chunk, B computes the gradients of the inputs only; otherwise B computes both kinds of gradients.
+    `micro_batch` is an index into the global batch, `chunk` an index into `Stage.chunks`.
     """
 
     kind: Kind
@@ -36,7 +36,7 @@ Order = tuple[Primitive, ...]
 
 
 class Stop(msgspec.Struct, frozen=True):
-    """A point on the path of a micro-batch: a chunk of a stage of a replica."""
+    """One point on the path of a micro-batch: a chunk of a stage of a replica."""
 
     replica: int
     stage: int
@@ -44,10 +44,10 @@ class Stop(msgspec.Struct, frozen=True):
 
 
 class Migration(msgspec.Struct, frozen=True):
-    """Micro-batch `micro_batch` passes virtual stage `virtual_stage` of its home replica on `replica` instead.
+    """Micro-batch `micro_batch` passes virtual stage `virtual_stage` on `replica` instead of its home replica.
 
-    F, B and W go together (the paper's stage-level workload migration). `replica` must hold the same layers in one
-    chunk.
+    F, B and W of the micro-batch move together (the paper's stage-level workload migration). `virtual_stage` is counted
+    in the home replica, and `replica` must hold its layers in one chunk.
     """
 
     micro_batch: int
@@ -56,12 +56,12 @@ class Migration(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """The agreement for one epoch.
+    """The layout and the work of one epoch.
 
-    `assignment[d]` lists, in order, the micro-batches whose home is replica d, by their index in the global batch. A
-    replica without any is a mirror (`mirrors`). Each stage's order of work is `orders[d][s]` if given; otherwise it
-    follows from `schedule` (`resihp.pipeline.schedules.orders_of`). Communication, its order included, follows from
-    these (`resihp.pipeline.program`).
+    `assignment[d]` lists, in order, the micro-batches of home replica d, by their index in the global batch. A replica
+    without micro-batches is a mirror (`mirrors`). `orders[d][s]` is the order of work of stage s of replica d; if
+    `orders` is empty, the orders follow from `schedule` (`resihp.pipeline.schedules.orders_of`). All communication and
+    its order follow from the plan (`resihp.pipeline.program`).
     """
 
     epoch: int
@@ -71,7 +71,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     migrations: tuple[Migration, ...] = ()
     orders: tuple[tuple[Order, ...], ...] = ()
     sequence_parallel: bool = False
-    """Whether tensor-parallel groups split the activations between their layers along the sequence."""
+    """Whether the ranks of a tensor-parallel group split the activations between layers along the sequence."""
 
     @cached_property
     def micro_batches(self) -> int:
@@ -82,8 +82,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def mirrors(self) -> tuple[int, ...]:
         """Replicas that no micro-batch passes, by index, in ascending order.
 
-        A mirror's ranks hold a copy of the state of their stages, take part in the sums of gradients, and take each
-        step. They compute nothing, and send and receive no activations.
+        The ranks of a mirror hold a copy of the state of their stages, take part in the sums of gradients, and take
+        each optimizer step. They compute no passes, and neither send nor receive activations.
         """
         if not any(self.assignment):
             return ()  # nothing was dealt out yet
@@ -92,7 +92,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def mirroring(self) -> frozenset[int]:
-        """Ranks of mirrors."""
+        """Ranks of all mirrors."""
         return frozenset(rank for d in self.mirrors for rank in self.layout.replicas[d].ranks)
 
     @cached_property
@@ -101,7 +101,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tuple(rank for rank in self.layout.active if rank not in self.mirroring)
 
     def without_mirrors(self) -> Plan:
-        """Return the same plan with the ranks of mirrors on standby."""
+        """Return the plan with the ranks of mirrors on standby."""
         if not self.mirrors:
             return self
         kept = [d for d in range(len(self.layout.replicas)) if d not in self.mirrors]
@@ -118,8 +118,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         )
 
     def describe(self) -> str:
-        """Describe the layout of the replicas that compute (`Layout.describe`) and the number of ranks with copies:
-        `DP1 x PP2 x TP2 + 1 mirror`.
+        """Describe the layout of the replicas that compute (`Layout.describe`) and the number of ranks of mirrors: `DP1
+        x PP2 x TP2 + 1 mirror`.
         """
         if not self.mirrors:
             return self.layout.describe()
@@ -129,10 +129,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return f"{shapes} + {ranks} mirror{'' if ranks == 1 else 's'}"
 
     def dealing(self, micro_batches: int) -> Plan:
-        """Return the same layout and schedule for an iteration of `micro_batches`, in even shares; mirrors get none.
+        """Return a plan with the same layout and schedule that deals `micro_batches` in even shares; mirrors get none.
 
-        Passes through a stage without ranks are distributed among the replicas that hold its layers. Raises LayoutError
-        when a replica that is not a mirror would get none.
+        Passes through a vacant stage are distributed among the replicas that hold its layers. Raises LayoutError if a
+        replica that is not a mirror would get no micro-batch.
         """
         mirrors = set(self.mirrors)
         dealt = iter(spread(micro_batches, len(self.layout.replicas) - len(mirrors)))
@@ -142,13 +142,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the canonical encoding, computed once for all confirmations by ranks."""
+        """SHA-256 of the canonical encoding; every rank confirms the plan by this digest."""
         return hashlib.sha256(msgspec.msgpack.encode(self, order="deterministic")).hexdigest()
 
     def paths(self) -> dict[int, tuple[Stop, ...]]:
         """Return the path of each micro-batch, from the embedding to the head: one stop for each virtual stage.
 
-        Raises PlanError if a migration leads to a replica that does not hold those layers in one chunk.
+        Raises PlanError if a migration leads to a replica that does not hold the layers of the virtual stage in one
+        chunk.
         """
         moved = {(migration.micro_batch, migration.virtual_stage): migration.replica for migration in self.migrations}
         paths = {}
@@ -194,10 +195,10 @@ def _from_vacant(
 
 
 def spread(micro_batches: int, replicas: int) -> tuple[tuple[int, ...], ...]:
-    """Give each replica a contiguous share of the global batch, as even as possible, the remainder to the first
+    """Return each replica's share of the global batch: contiguous, as even as possible, the remainder to the first
     replicas.
 
-    Raises LayoutError when a replica would get none.
+    Raises LayoutError if a replica would get no micro-batch.
     """
     if micro_batches < replicas:
         raise LayoutError(

@@ -1,8 +1,9 @@
-"""State transfers from one layout to the next: the difference of two ownership maps, over the survivors. Pure.
+"""State transfers from one layout to the next: the difference of two ownership maps, with survivors as sources. Pure.
 
-Each slice of state that a rank needs and does not hold is sent to it once, by one surviving holder: bytes are minimal
-by construction. Sources are chosen nearest first (same node before other nodes), then spread evenly. Nothing is freed
-because of a result of this module: freeing is the commit of a transition (`resihp.controller.transition`).
+One surviving holder sends each slice of state to each rank that needs it and does not hold it. No slice is sent twice
+to a rank, so the bytes are minimal by construction. Sources on the target's node come first; among equally near
+sources, the one that sends the fewest elements so far is chosen. This module never frees state: old state is freed when
+the transition is committed (`resihp.controller.transition`).
 
 Called by `resihp.executor.state.rank_state`, and by the scheduler for the price of a transition.
 """
@@ -24,7 +25,7 @@ STATE_TENSORS = 3
 
 
 class Move(msgspec.Struct, frozen=True):
-    """`source` sends the state of `slices` to `target`; slices are in the order in which they travel."""
+    """One transfer: `source` sends the state of `slices` to `target`, in the order of `slices`."""
 
     source: int
     target: int
@@ -32,7 +33,10 @@ class Move(msgspec.Struct, frozen=True):
 
 
 class Base(msgspec.Struct, frozen=True, kw_only=True):
-    """Location of the state: `layout` names its holders when epoch `epoch` took effect, `survivors` the live ones."""
+    """Location of the state before a transition: `layout` took effect with `epoch`, and `survivors` are its live ranks.
+
+    A rank of `survivors` holds the slices that `layout` assigns to it.
+    """
 
     epoch: int
     layout: Layout
@@ -43,7 +47,7 @@ def moves(base: Base, layout: Layout, specs: Sequence[ParameterSpec], nodes: Map
     """Return the transfers that bring every active rank of `layout` the state that it lacks, in one order that is equal
     on all ranks.
 
-    `nodes` names each rank's node. Raises LayoutError naming the first slice that no survivor holds.
+    `nodes` maps each rank to its node. Raises LayoutError, naming the first slice that no survivor holds.
     """
     survivors = set(base.survivors)
     stages_of, changed = _Stages(base.layout), _Changed(base, layout)
@@ -77,7 +81,7 @@ def moves(base: Base, layout: Layout, specs: Sequence[ParameterSpec], nodes: Map
 
 
 def missing(base: Base, specs: Sequence[ParameterSpec]) -> str | None:
-    """Return why the state cannot be put together from the survivors, or None if it can."""
+    """Return a message about the first slice that no survivor holds, or None if the survivors hold all state."""
     for spec, piece, sources in _sources(base, specs):
         if next(sources, None) is None:
             return _lost(base, spec, piece)
@@ -85,7 +89,7 @@ def missing(base: Base, specs: Sequence[ParameterSpec]) -> str | None:
 
 
 def sole_holders(base: Base, specs: Sequence[ParameterSpec]) -> dict[int, frozenset[str]]:
-    """Return the ranks that hold state without any other surviving copy, ascending, each with the units concerned.
+    """Return each survivor that holds the only copy of some state, in ascending order, with the units of that state.
 
     A unit is for example "layer.7". If one of these ranks were lost, `missing` would report it.
     """
@@ -98,7 +102,7 @@ def sole_holders(base: Base, specs: Sequence[ParameterSpec]) -> dict[int, frozen
 
 
 def _sources(base: Base, specs: Sequence[ParameterSpec]) -> Iterator[tuple[ParameterSpec, Slice, Iterator[int]]]:
-    """Yield every piece of state, with the survivors that hold all of it."""
+    """Yield every slice of state with its parameter and the survivors that hold all of the slice."""
     survivors, stages_of = set(base.survivors), _Stages(base.layout)
     for spec in specs:
         stages = stages_of.of(spec)
@@ -108,12 +112,12 @@ def _sources(base: Base, specs: Sequence[ParameterSpec]) -> Iterator[tuple[Param
 
 
 def bytes_of(move: Move, specs: Mapping[str, ParameterSpec], element: int = 4) -> int:
-    """Return the bytes of a move, value and moments, for elements of `element` bytes."""
+    """Return the bytes of a move, counting value and moments, with `element` bytes for each element."""
     return sum(STATE_TENSORS * element * size_of(specs[piece.name], piece) for piece in move.slices)
 
 
 class _Stages:
-    """Stages of a layout that hold each parameter, cached by the units of the parameter."""
+    """Stages of a layout that hold a parameter, cached by the units of the parameter."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -128,7 +132,7 @@ class _Stages:
 class _Changed:
     """Stages of a new layout that may lack a parameter.
 
-    A stage that held the parameter before and whose ranks all survive is left out.
+    A stage is left out if it held the parameter before the transition and all of its ranks survive.
     """
 
     def __init__(self, base: Base, layout: Layout) -> None:

@@ -1,4 +1,4 @@
-"""The unit of work: a micro-batch of packed documents, its cost terms, and a digest to identify its samples."""
+"""The unit of work: a micro-batch of packed documents, with the terms of its cost and a digest of its samples."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SAMPLE_MODULUS = 1 << 64
 
 
 class MicroBatch(msgspec.Struct, frozen=True):
-    """Documents packed one after the other; attention never crosses from one into the next.
+    """Documents packed one after the other; attention never crosses from one document into the next.
 
-    `lengths[i]` tokens belong to sample `samples[i]`, an identifier that is unique within the data set. `load`
-    returns (tokens, labels), both int64 arrays of shape [sum(lengths)], and is called only on ranks that need them:
-    lengths are known before anything is read.
+    `lengths[i]` tokens belong to sample `samples[i]`, an identifier that is unique within the data set. `load` returns
+    (tokens, labels), both int64 arrays of shape [sum(lengths)]. It is called only on ranks that need the tokens or
+    labels: lengths are known before anything is read.
     """
 
     lengths: tuple[int, ...]
@@ -32,21 +32,21 @@ class MicroBatch(msgspec.Struct, frozen=True):
 
     @property
     def tokens(self) -> int:
-        """Number of tokens, N in the paper's Eq. 1."""
+        """Number of tokens: N in the paper's Eq. 1."""
         return sum(self.lengths)
 
     @property
     def sum_squared_lengths(self) -> int:
-        """Sum of l_i squared in the paper's Eq. 1."""
+        """Sum of the squared lengths of the documents: the sum of l_i squared in the paper's Eq. 1."""
         return sum(length * length for length in self.lengths)
 
 
 class Dataset(Protocol):
     """Interface of a data set for `resihp.Trainer`.
 
-    `micro_batches` is pure: equal iterations give equal micro-batches on every rank and in every process, whichever
-    replica computes them. It returns the global batch: the same number of micro-batches every time, or the number that
-    the ramp-up prescribes (`Ramped`).
+    `micro_batches` returns the global batch of an iteration. It is pure: equal iterations give equal micro-batches on
+    every rank and in every process, whichever replica computes them. The number of micro-batches is constant, or
+    follows the ramp-up (`Ramped`).
     """
 
     def micro_batches(self, iteration: int) -> Sequence[MicroBatch]: ...
@@ -54,11 +54,11 @@ class Dataset(Protocol):
 
 @runtime_checkable
 class Ramped(Protocol):
-    """A `Dataset` that declares a ramp-up: its iterations do not all have the same number of micro-batches."""
+    """A `Dataset` with a ramp-up: the number of micro-batches grows during the first iterations."""
 
     @property
     def ramp(self) -> Ramp:
-        """(first iteration, micro-batches) of each step; empty for none."""
+        """Steps of the ramp-up: (first iteration, micro-batches per iteration); empty without a ramp-up."""
         ...
 
 
@@ -75,10 +75,12 @@ def ramp_of(dataset: Dataset) -> Ramp:
 
 
 class Evaluation(msgspec.Struct, frozen=True):
-    """Evaluation on another data set: every `every` iterations, and after the last, the loss over `iterations` batches.
+    """Evaluation on another data set: the loss over `iterations` batches, every `every` iterations and after the last
+    one.
 
-    These are the global batches `dataset.micro_batches(1)` to `(iterations)`, the same each time, so that losses can be
-    compared; each has as many micro-batches as a batch of the training. Raises ConfigurationError for numbers below 1.
+    The batches are `dataset.micro_batches(1)` to `dataset.micro_batches(iterations)` in every evaluation, so that
+    losses can be compared. Each batch has as many micro-batches as a global batch of the training. Raises
+    ConfigurationError if `every` or `iterations` is below 1.
     """
 
     dataset: Dataset
@@ -91,14 +93,14 @@ class Evaluation(msgspec.Struct, frozen=True):
                 raise ConfigurationError(f"Evaluation: {name}={number}; it is a number of iterations, at least 1")
 
     def is_due(self, iteration: int, last: int) -> bool:
-        """Return whether the weights of `iteration` are evaluated in a training whose last iteration is `last`."""
+        """Return whether to evaluate after `iteration`, in a training that ends with iteration `last`."""
         return iteration > 0 and (iteration % self.every == 0 or iteration == last)
 
 
 def samples_digest(samples: Iterable[int]) -> int:
     """Return an order-independent digest of a multiset of samples: the sum of their 64-bit hashes, modulo 2**64.
 
-    A sum is used and not an exclusive or, so that a sample used twice changes the result.
+    A sample that is used twice changes the sum; it would cancel in an exclusive or.
     """
     total = 0
     for sample in samples:

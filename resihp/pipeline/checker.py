@@ -1,9 +1,10 @@
-"""Plays programs under NCCL's rules, before anyone acts on them. Pure; it refuses programs, it never repairs them.
+"""Plays programs under NCCL's rules before any rank acts on them. Pure; refuses programs, never repairs them.
 
-Computation: every micro-batch passes each of its stops once forward and, unless the programs are an evaluation's, once
-backward, in an order that respects the dependencies. Communication: every parcel is sent once, after it is computed and
-before it is used; every bucket is summed once, after its gradients are complete. Termination: the programs finish under
-the strictest reading of NCCL's rules (`resihp.pipeline.rendezvous`), computations of a tensor-parallel group included.
+Computation: every micro-batch passes each of its stops once forward and once backward (only forward in an evaluation),
+in an order that respects the dependencies. Communication: every parcel is sent once, after its computation and before
+its use; every bucket is summed once, after its gradients are complete. Termination: the programs finish under the
+strictest reading of NCCL's rules (`resihp.pipeline.rendezvous`), including the collectives inside tensor-parallel
+computations.
 
 Called by the controller before it proposes a plan, and by each rank before it confirms one.
 """
@@ -25,10 +26,11 @@ from resihp.pipeline.schedules import orders_of
 
 
 def check(plan: Plan, programs: Mapping[int, Program] | None = None, buckets: Sequence[Bucket] = ()) -> None:
-    """Raise PlanError if `programs` (by default the programs that follow from the plan) must not be carried out.
+    """Raise PlanError if `programs` must not be carried out. By default, they are the programs that follow from the
+    plan.
 
-    The message names rank, instruction and fault, or the ranks that wait for each other. Linear in the number of
-    instructions; of several replicas that share nothing and do the same work, only one is played.
+    The message names the rank, instruction and fault, or the ranks that wait for each other. The time is linear in the
+    number of instructions. Of replicas that do the same work and exchange nothing, only one is played.
     """
     _shares(plan)
     if programs is None and not buckets and not plan.migrations:
@@ -41,15 +43,16 @@ def check(plan: Plan, programs: Mapping[int, Program] | None = None, buckets: Se
 
 
 def check_forward_only(plan: Plan, programs: Mapping[int, Program]) -> None:
-    """Raise PlanError as `check` does, for the programs of an evaluation (`program.forward_only`) of a valid plan."""
+    """Raise PlanError as `check` does, for the evaluation programs (`program.forward_only`) of a valid plan."""
     _judge(plan, programs, (), kinds="F")
 
 
 def _one_of_each(plan: Plan) -> Plan:
-    """Return the plan without replicas that repeat another replica's work under other rank and micro-batch numbers.
+    """Return the plan with one replica of each kind. Replicas are of one kind if only their rank and micro-batch
+    numbers differ.
 
-    Nothing passes between replicas if nothing migrates and no gradients are summed, and the work of each follows from
-    its stages, its share and its orders alone.
+    The replicas left out need no check: without migrations and without gradient sums, nothing passes between replicas,
+    and the work of a replica follows from its own stages, share and orders.
     """
     orders = orders_of(plan)
     if len(set(plan.layout.active)) < len(plan.layout.active):
@@ -89,8 +92,9 @@ def _judge(plan: Plan, programs: Mapping[int, Program] | None, buckets: Sequence
 
 
 def _shares(plan: Plan) -> None:
-    """Check that each micro-batch has one home, and migrates to existing replicas, at most once at each virtual
-    stage."""
+    """Check that each micro-batch has one home, and migrates at most once at each virtual stage, to an existing
+    replica.
+    """
     subject = f"plan of epoch {plan.epoch}: "
     replicas = plan.layout.replicas
     if len(plan.assignment) != len(replicas):

@@ -1,8 +1,8 @@
-"""The rules for communication of a plan, under the strictest reading of NCCL's rules.
+"""The communication rules of the checker, under the strictest reading of NCCL's rules.
 
-Every parcel is sent once, after it is computed and before it is used; every bucket is summed once, after its gradients
-are complete; and all operations together end (`resihp.pipeline.rendezvous`). The order of computations is not checked
-here. Called by `resihp.pipeline.checker`.
+Every parcel is sent once, after its computation and before its use. Every bucket is summed once, after its gradients
+are complete. All operations together can complete (`resihp.pipeline.rendezvous`). The order of computations is not
+checked here (`resihp.pipeline.computation_rules`). Called by `resihp.pipeline.checker`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from resihp.pipeline.rendezvous import Rendezvous, spoken_parcel
 from resihp.pipeline.timeline import Node
 
 Edge = tuple[str, int, int]
-"""Direction, micro-batch and boundary, which identify a parcel."""
+"""Identity of a parcel: direction, micro-batch and boundary."""
 
 
 class CommunicationRules:
-    """The rules for communication: each rank's operations in the order in which it begins them."""
+    """The communication rules, applied to each rank's operations in the order in which the rank begins them."""
 
     def __init__(self, facts: PlanFacts, programs: Mapping[int, Program]) -> None:
         self._facts, self._programs = facts, programs
@@ -35,7 +35,7 @@ class CommunicationRules:
         self._rendezvous = Rendezvous(programs)
 
     def judge(self) -> None:
-        """Check each instruction by itself, then all of them together."""
+        """Check each instruction by itself, then that all operations together can complete."""
         for rank in self._programs:
             self._read(rank)
         for m, path in self._facts.paths.items():
@@ -49,7 +49,7 @@ class CommunicationRules:
             self._facts.refuse(fault)
 
     def _read(self, rank: int) -> None:
-        """Check each instruction of a rank in its order, and note its operations for the rendezvous."""
+        """Check the instructions of a rank in order, and register its operations for the rendezvous."""
         facts, rendezvous = self._facts, self._rendezvous
         place = d, s = facts.stage_of[rank]
         stage = facts.plan.layout.replicas[d].stages[s]
@@ -93,7 +93,7 @@ class CommunicationRules:
         self._check_summed(rank, summed)
 
     def _begin(self, rank: int, index: int, parcel: Parcel, edge: Edge) -> list[int]:
-        """Begin this rank's pieces of a parcel, and return their operations."""
+        """Register this rank's pieces of a parcel as begun, and return the numbers of their operations."""
         begun = [
             self._rendezvous.operation(
                 (edge[0], (piece.sender, piece.receiver)), rank, (*edge, piece.start, piece.stop, piece.of)
@@ -105,7 +105,7 @@ class CommunicationRules:
         return begun
 
     def _check_summed(self, rank: int, summed: set[int]) -> None:
-        """Check that a rank sums each bucket that it owns."""
+        """Check that a rank sums each bucket of which it is an owner."""
         for b, owners in enumerate(self._owners):
             if rank in owners and b not in summed:
                 self._facts.refuse(f"rank {rank} owns bucket {b} and never begins to sum it")
@@ -148,8 +148,11 @@ class CommunicationRules:
             self._refuse(rank, index, entry, "received after its use")
 
     def _unsound(self, source: tuple[int, int], target: tuple[int, int], parcel: Parcel) -> str | None:
-        """Return why the pieces do not give each receiver exactly what it needs from the right ranks, or None if they
-        do."""
+        """Return why the pieces of a parcel do not bring each receiver exactly the elements that it needs from the
+        right ranks.
+
+        None if they do.
+        """
         split = self._facts.plan.sequence_parallel
         replicas = self._facts.plan.layout.replicas
         senders, receivers = (replicas[d].stages[s].ranks for d, s in (source, target))
@@ -207,7 +210,10 @@ class CommunicationRules:
 
 
 def _unsound_piece(piece: TensorRange, senders: tuple[int, ...], receivers: tuple[int, ...], split: bool) -> str | None:
-    """Return why a piece cannot go from its sender to its receiver, or None. `split`: under sequence parallelism."""
+    """Return why a piece cannot go from its sender to its receiver, or None if it can.
+
+    `split`: whether the plan has sequence parallelism, under which a sender holds only its part of the tensor.
+    """
     if piece.sender not in senders or piece.receiver not in receivers:
         wrong = piece.sender if piece.sender not in senders else piece.receiver
         return f"a piece goes from rank {piece.sender} to rank {piece.receiver}, but rank {wrong} has no part"
@@ -223,7 +229,7 @@ def _unsound_piece(piece: TensorRange, senders: tuple[int, ...], receivers: tupl
 
 
 def _extent(piece: TensorRange) -> tuple[Fraction, Fraction]:
-    """Return the part of the tensor that a piece is."""
+    """Return start and end of a piece as fractions of the tensor."""
     return Fraction(piece.start, piece.of), Fraction(piece.stop, piece.of)
 
 

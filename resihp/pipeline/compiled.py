@@ -1,13 +1,14 @@
 """Eq. 2 for many durations at once: orders are compiled once, then played over arrays. Pure, no clock.
 
-`resihp.pipeline.timeline.play` defines the meaning of an order and decides whether it can be carried out; this module
-gives the same starts and ends, to the last bit, wherever the same orders are priced again and again: the detector's
-expectation of each iteration, the scheduler's candidates, samples of a simulation.
+`resihp.pipeline.timeline.play` defines the meaning of an order and decides whether it can be carried out. This module
+gives the same starts and ends, to the last bit. It is used wherever the same orders are played many times: by the
+detector's expectation of each iteration, for the scheduler's candidates, for samples of a simulation.
 
-Primitives are flat *slots*. A slot begins once the slot before it on its stage has ended and, if it depends on another
-stage, its transfer has arrived; all its other dependencies were done on its own stage before. A level holds the slots
-whose predecessors all lie in earlier levels: as many levels as the critical path has primitives, each a few numpy calls
-over all replicas. Slots are numbered level after level, so that a level is a slice.
+Each primitive is a *slot* in flat arrays. A slot begins once the slot before it on its stage has ended and, if it
+depends on another stage, the transfer from that stage has arrived; its other dependencies end earlier on its own stage.
+Slots are grouped into *levels*: all predecessors of a slot are in earlier levels. There are as many levels as the
+critical path has primitives, and playing a level takes a few numpy calls over all replicas. Slots are numbered level by
+level, so that a level is a slice.
 """
 
 from __future__ import annotations
@@ -32,31 +33,34 @@ PRIMITIVE_KINDS: tuple[Kind, ...] = ("F", "B", "W")
 """Kinds of primitives, in the order of the codes in `CompiledOrders.kind`."""
 
 _SLOTS_TOGETHER = 2**18
-"""Slots, of all candidates, that are played together. More do not fit the processor's cache (measured)."""
+"""Maximum number of slots, over all candidates, that are played together. More slots do not fit the processor's cache
+(measured)."""
 
 MAX_SCALAR_SLOTS = 1024
-"""Most slots for which playing one set of durations slot by slot is faster than level by level."""
+"""Maximum number of slots for which playing one set of durations slot by slot is faster than level by level."""
 
 _CODES = {kind: code for code, kind in enumerate(PRIMITIVE_KINDS)}
 
 
 class Level(msgspec.Struct, frozen=True, eq=False):
-    """Slots that can begin once those of earlier levels have ended; slots that wait for a transfer come first."""
+    """Slots that can begin once the slots of earlier levels have ended; slots that wait for a transfer come first."""
 
     slots: slice
     edges: slice
-    """Transfers to these slots, within `CompiledOrders.edges`."""
+    """Transfers that arrive at the level's slots: a slice of `CompiledOrders.edges`."""
     previous: Ints
-    """For each slot the slot before it on its stage, or V for none."""
+    """For each slot of the level, the slot before it on its stage, or V (the number of all slots) if it is the first.
+    """
     sources: Ints
-    """For each edge the slot that sends it."""
+    """For each transfer, the slot that sends."""
 
 
 class CompiledOrders(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """Orders as arrays over their V primitives: the primitive of each slot, and its predecessors."""
+    """Orders as arrays over their V primitives: the primitive and the predecessors of each slot."""
 
     replica: Ints
-    """(V,), like the five that follow: position of a slot in the pipeline, and its index in the order of its stage."""
+    """(V,): the replica of each slot. The five arrays that follow have the same shape: `stage`, `position` (index in
+    the stage's order), `kind`, `micro_batch` and `chunk`."""
     stage: Ints
     position: Ints
     kind: Ints
@@ -64,22 +68,23 @@ class CompiledOrders(msgspec.Struct, frozen=True, eq=False, dict=True):
     micro_batch: Ints
     chunk: Ints
     stop: Ints
-    """(V,): index into `stops`."""
+    """(V,): index of each slot's place in `stops`."""
     stops: tuple[Stop, ...]
-    """Every chunk of every stage that has work, by replica, stage and chunk."""
+    """Every chunk of every stage that has work, sorted by replica, stage and chunk."""
     micro_batches: int
-    """One more than the highest index of a micro-batch: the width of tables by micro-batch."""
+    """Highest micro-batch index plus 1: the width of tables by micro-batch."""
     in_order: Ints
-    """(V,): slots by replica, stage and position. `seconds[in_order] = rows` accepts measurements stage after stage."""
+    """(V,): slots sorted by replica, stage and position. `seconds[in_order] = rows` stores measurements that are listed
+    stage after stage."""
     previous: Ints
-    """(V,): the slot before it on its stage, or V for the first slot."""
+    """(V,): for each slot, the slot before it on its stage, or V if it is the first."""
     edges: Ints
-    """(2, E): `source, target = edges`, slots of the two ends of each transfer between stages, by target."""
+    """(2, E): source slots and target slots of the E transfers between stages, sorted by target."""
     levels: tuple[Level, ...]
     lanes: dict[tuple[int, int], slice]
-    """Part of `in_order` that belongs to each (replica, stage)."""
+    """Slice of `in_order` for each (replica, stage)."""
     last: Ints
-    """(replicas, stages of the longest replica): the last slot of each stage, or V for none."""
+    """(replicas, stages of the longest replica): the last slot of each stage, or V if the stage has no primitives."""
 
     @property
     def size(self) -> int:
@@ -87,24 +92,24 @@ class CompiledOrders(msgspec.Struct, frozen=True, eq=False, dict=True):
         return self.replica.size
 
     def slots(self, replica: int, stage: int) -> Ints:
-        """Return the slots of a stage, by position. Raises KeyError for a stage that the orders do not name."""
+        """Return the slots of a stage, sorted by position. Raises KeyError for a stage that is not in the orders."""
         return self.in_order[self.lanes[replica, stage]]
 
     def index(self, rows: npt.ArrayLike) -> Ints:
         """Return (V,) indices of the slots' seconds in a flattened table of shape (rows, kinds, micro-batches).
 
-        `rows` (stops,): the row of each of `stops`; equal chunks of equal stages may share a row. Call it once, then
-        `table.reshape(..., -1).take(index, axis=-1)` prices all slots, at 1-2 ns each.
+        `rows` (stops,): the table row of each of `stops`; equal chunks of equal stages may share a row. Compute the
+        index once; then `table.reshape(..., -1).take(index, axis=-1)` returns the seconds of all slots, at 1-2 ns each.
         """
         row = np.asarray(rows, dtype=np.intp)[self.stop]
         return (row * len(PRIMITIVE_KINDS) + self.kind) * self.micro_batches + self.micro_batch
 
     def play(self, seconds: npt.ArrayLike, transfer_s: npt.ArrayLike = 0.0) -> tuple[Floats, Floats]:
-        """Return starts and ends, both (..., V), from the seconds (..., V) of each slot, which are not negative. NaN
-        spreads.
+        """Return the starts and the ends of all slots, both (..., V), for durations `seconds` (..., V).
 
-        `transfer_s`: seconds of a transfer, one number, per edge (E,) or (..., E). Leading axes, of candidates or
-        samples, are broadcast against each other. Raises ValueError for any other shape.
+        Durations must not be negative; NaN spreads to the slots that depend on it. `transfer_s`: seconds of a transfer,
+        one number, one per transfer (E,), or (..., E). Leading axes, of candidates or samples, are broadcast against
+        each other. Raises ValueError for any other shape.
         """
         cost, transfer, lead = self._rows(seconds, transfer_s)
         batch = max(1, _SLOTS_TOGETHER // max(1, self.size))
@@ -119,9 +124,9 @@ class CompiledOrders(msgspec.Struct, frozen=True, eq=False, dict=True):
         return starts.reshape(*lead, self.size), ends.reshape(*lead, self.size)
 
     def makespan(self, seconds: Sequence[float], transfer_s: Sequence[float] | None = None) -> float:
-        """Return the end of the last primitive, from the seconds (V,) of each slot, and of each transfer (E,) if given.
+        """Return the end of the last primitive, for the seconds of each slot (V,) and, if given, of each transfer (E,).
 
-        The same result as `play` for a single set of durations, several times faster.
+        The result equals that of `play` for one set of durations, and is several times faster to compute.
         """
         late = [0.0] * self.size if transfer_s is None else [0.0, *transfer_s]
         ends = [0.0] * (self.size + 1)
@@ -140,17 +145,18 @@ class CompiledOrders(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def _steps(self) -> list[tuple[int, int, int]]:
-        """For each slot: the slot before it on its stage, the slot whose transfer it waits for or -1, and the index of
-        that transfer plus 1."""
+        """For each slot: the slot before it on its stage, the slot that sends it a transfer (-1 if none), and the
+        transfer's index plus 1 (0 if none).
+        """
         source, edge = np.full(self.size, -1), np.zeros(self.size, dtype=np.intp)
         source[self.edges[1]], edge[self.edges[1]] = self.edges[0], 1 + np.arange(self.edges.shape[1])
         return list(zip(self.previous.tolist(), source.tolist(), edge.tolist(), strict=True))
 
     def ready(self, ends: npt.ArrayLike, transfer_s: npt.ArrayLike = 0.0) -> Floats:
-        """Return when each slot could have begun, (..., V), had its predecessors ended at `ends` (..., V), measured or
-        not.
+        """Return the time at which each slot could have begun, (..., V), if its predecessors ended at `ends` (..., V).
 
-        Arguments and errors as in `play`. For the ends that `play` returns, the result equals its starts.
+        `ends` may be measured or computed. Other arguments and errors as in `play`. For the ends that `play` returns,
+        the result equals the starts that `play` returns.
         """
         done, transfer, lead = self._rows(ends, transfer_s)
         begin = np.pad(done, ((0, 0), (0, 1)))[:, self.previous]
@@ -159,8 +165,10 @@ class CompiledOrders(msgspec.Struct, frozen=True, eq=False, dict=True):
         return begin.reshape(*lead, self.size)
 
     def makespans(self, ends: npt.ArrayLike) -> Floats:
-        """Return the end of each replica's last primitive, (..., replicas), from the ends (..., V); 0 for an empty
-        replica."""
+        """Return the end of each replica's last primitive, (..., replicas), from the ends of all slots (..., V).
+
+        The end of a replica without primitives is 0.
+        """
         done = np.asarray(ends, dtype=np.float64)
         if not self.size:
             return np.zeros((*done.shape[:-1], len(self.last)))
@@ -175,10 +183,11 @@ class CompiledOrders(msgspec.Struct, frozen=True, eq=False, dict=True):
         synchronisation_s: npt.ArrayLike = 0.0,
         optimizer_s: npt.ArrayLike = 0.0,
     ) -> Floats:
-        """Return the seconds of an iteration, shape (...): slowest replica, gradient synchronisation, optimizer step.
+        """Return the seconds of an iteration, shape (...): slowest replica, plus gradient synchronisation, plus
+        optimizer step.
 
-        The last two are one number, or (..., replicas), of which the longest counts: the synchronisation begins when
-        the last replica arrives, and every replica waits for the last to step.
+        `synchronisation_s` and `optimizer_s` are each one number, or (..., replicas), of which the longest counts: the
+        synchronisation begins when the last replica arrives, and every replica waits for the last one to step.
         """
         cost, transfer = np.asarray(seconds, dtype=np.float64), np.asarray(transfer_s, dtype=np.float64)
         is_small = self.size <= MAX_SCALAR_SLOTS and (cost.shape, transfer.shape) == (
@@ -193,8 +202,10 @@ class CompiledOrders(msgspec.Struct, frozen=True, eq=False, dict=True):
         return np.asarray(slowest + _longest(synchronisation_s) + _longest(optimizer_s))
 
     def _carry_out(self, seconds: Floats, transfer_s: Floats) -> tuple[Floats, Floats]:
-        """Return starts and ends (n, V) from seconds (n, V) and transfers (), (E,) or (n, E); candidates lie side by
-        side."""
+        """Return starts and ends, both (n, V), from seconds (n, V) and transfers (), (E,) or (n, E).
+
+        Internally the n candidates are the last axis, so that each level is a contiguous block.
+        """
         cost = np.ascontiguousarray(seconds.T)
         late = np.ascontiguousarray(np.atleast_2d(transfer_s).T) if transfer_s.ndim else float(transfer_s)
         starts = np.empty(cost.shape)
@@ -213,7 +224,8 @@ class CompiledOrders(msgspec.Struct, frozen=True, eq=False, dict=True):
         return starts.T, ends[:-1].T
 
     def _rows(self, seconds: npt.ArrayLike, transfer_s: npt.ArrayLike) -> tuple[Floats, Floats, tuple[int, ...]]:
-        """Return seconds (n, V); transfers (), (E,) or (n, E); and the leading axes, whose product is n."""
+        """Return seconds as (n, V), transfers as (), (E,) or (n, E), and the broadcast leading axes (their product is
+        n)."""
         cost, transfer = np.asarray(seconds, dtype=np.float64), np.asarray(transfer_s, dtype=np.float64)
         edges = self.edges.shape[1]
         if cost.shape[-1:] != (self.size,) or transfer.shape[-1:] not in ((), (edges,)):
@@ -229,7 +241,7 @@ class CompiledOrders(msgspec.Struct, frozen=True, eq=False, dict=True):
 
 
 def compile_orders(plan: Plan, orders: Orders) -> CompiledOrders:
-    """Compile `orders`. The structure of equal replicas without migrations is computed once.
+    """Return `orders` compiled for `plan`. The structure of equal replicas without migrations is computed once.
 
     Raises the same PlanError as `timeline.play`, in the same cases.
     """
@@ -281,14 +293,14 @@ def compile_orders(plan: Plan, orders: Orders) -> CompiledOrders:
 
 
 Part = tuple[int, ...]
-"""Replicas that exchange micro-batches, or a single replica that exchanges none."""
+"""Replicas that exchange micro-batches with each other, or a single replica that exchanges none."""
 
 
 def _dependencies(plan: Plan, orders: Orders, replica: Ints, fields: tuple[Ints, Ints, Ints]) -> tuple[Ints, Ints]:
-    """Return the level of each primitive, and the index of the primitive whose transfer it waits for, or their number.
+    """Return the level of each primitive, and the index of the primitive that sends it a transfer.
 
-    `replica`: the replica of each primitive. `fields`: their kinds, chunks and micro-batches. The structure of equal
-    parts is worked out once.
+    The index is the number of primitives if no transfer arrives. `replica`: the replica of each primitive. `fields`:
+    their kinds, chunks and micro-batches. The structure of equal parts is computed once.
     """
     size = len(replica)
     level, source = np.empty(size, dtype=np.intp), np.empty(size, dtype=np.intp)
@@ -307,9 +319,10 @@ def _dependencies(plan: Plan, orders: Orders, replica: Ints, fields: tuple[Ints,
 
 
 def _alike(plan: Plan, orders: Orders, fields: Sequence[tuple[Ints, Ints, Ints]]) -> list[list[Part]]:
-    """Return the parts of the plan that have work, grouped by equal work up to the numbers of their micro-batches.
+    """Return the parts of the plan that have work, grouped by equal work. Work is equal if only micro-batch numbers
+    differ.
 
-    `fields`: kinds, chunks and micro-batches of each replica, stage after stage.
+    `fields`: kinds, chunks and micro-batches of each replica's primitives, stage after stage.
     """
     homes = {m: d for d, share in enumerate(plan.assignment) for m in share}
     moves = [(homes[move.micro_batch], move.replica) for move in plan.migrations if move.micro_batch in homes]
@@ -330,8 +343,9 @@ def _alike(plan: Plan, orders: Orders, fields: Sequence[tuple[Ints, Ints, Ints]]
 
 
 def _structure(plan: Plan, orders: Orders, part: Part) -> tuple[Ints, Ints]:
-    """Return the level of each primitive of `part`, and the index of the primitive whose transfer it waits for, or
-    -1."""
+    """Return the level of each primitive of `part`, and the index of the primitive that sends it a transfer, or -1 if
+    none does.
+    """
     own = msgspec.structs.replace(
         plan, assignment=tuple(share if d in part else () for d, share in enumerate(plan.assignment)), orders=()
     )
@@ -354,7 +368,7 @@ def _structure(plan: Plan, orders: Orders, part: Part) -> tuple[Ints, Ints]:
 
 
 def _levels(level: Ints, previous: Ints, edges: Ints) -> tuple[Level, ...]:
-    """Return the slices of each level, from each slot's level in ascending order."""
+    """Return all levels, given the level of each slot in ascending order, the slots before them, and the transfers."""
     source, target = edges
     firsts = np.searchsorted(level, np.arange(level.max(initial=-1) + 2))
     edge_firsts = np.searchsorted(target, firsts)

@@ -1,7 +1,7 @@
-"""The rules for computations of a plan: each micro-batch passes each of its stops, in an order that is possible.
+"""The computation rules of the checker: each micro-batch passes each of its stops, in a possible order.
 
-It works out once what a plan requires, and checks the orders of the stages against that. Communication is checked by
-`resihp.pipeline.communication_rules`. Called by `resihp.pipeline.checker`.
+The module computes the requirements of a plan once, and checks the orders of the stages against them. It never checks
+communication (`resihp.pipeline.communication_rules`). Called by `resihp.pipeline.checker`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from resihp.pipeline.timeline import Node, Orders, spoken, virtual_stages
 
 
 class PlanFacts:
-    """The requirements of a plan, computed once, and the rules for its computations."""
+    """The requirements of a plan, computed once, and the rules for its computations.
+
+    `kinds` contains the kinds of primitives that the programs must carry out: "FBW", or "F" for an evaluation.
+    """
 
     def __init__(self, plan: Plan, buckets: Sequence[Bucket], kinds: str) -> None:
         self.plan, self.buckets = plan, buckets
         self.learns = "B" in kinds
-        """Whether micro-batches also pass backward."""
+        """Whether micro-batches also pass backward; false for an evaluation."""
         self.paths = plan.paths()
         self._check_vacant_stages()
         self.at = virtual_stages(self.paths)
@@ -34,7 +37,7 @@ class PlanFacts:
             if strange or len(set(bucket.owners)) < len(bucket.owners):
                 self.refuse(f"bucket {b} is of ranks {list(bucket.owners)}, which are not different ranks with work")
         self.gradients_of: dict[tuple[int, int, int], int] = defaultdict(int)
-        """B and W of each (replica, stage, chunk)."""
+        """Number of Bs and Ws of each (replica, stage, chunk)."""
 
     def _check_vacant_stages(self) -> None:
         vacant = set(self.plan.layout.vacant)
@@ -53,8 +56,9 @@ class PlanFacts:
         return self.plan.layout.replicas[stop.replica].stages[stop.stage].ranks
 
     def orders_in(self, programs: Mapping[int, Program]) -> Orders:
-        """Return the order of each stage by the programs of its ranks. Refuses the plan if the ranks of a stage
-        disagree."""
+        """Return the order of each stage, as the programs of its ranks have it. Refuses the plan if ranks of a stage
+        disagree.
+        """
         for rank in sorted(set(self.stage_of).symmetric_difference(programs)):
             fault = "has no program" if rank in self.stage_of else "has a program, but no work in this layout"
             self.refuse(f"rank {rank} {fault}")
@@ -75,15 +79,15 @@ class PlanFacts:
         )
 
     def _order(self, rank: int, program: Program) -> Order:
-        """Return the computations of a program, with the parts of a primitive put together.
+        """Return the computations of a program as primitives, with the parts of a primitive joined.
 
-        Parts go from the last layer to the first.
+        Refuses parts that do not go from the chunk's last layer to its first.
         """
         d, s = self.stage_of[rank]
         chunks = self.plan.layout.replicas[d].stages[s].chunks
         order: list[Primitive] = []
         unfinished: tuple[Primitive, int] | None = None
-        """The primitive that is being computed in parts, and its next layer."""
+        """The primitive of which some parts were computed, and its next layer; None between primitives."""
         for index, entry in enumerate(program):
             if not isinstance(entry, Compute):
                 continue
@@ -102,8 +106,9 @@ class PlanFacts:
         return tuple(order)
 
     def orders(self, orders: Orders) -> None:
-        """Check that each primitive occurs once, on the path of its micro-batch, and after its dependencies on that
-        stage."""
+        """Check that each primitive occurs once, on the path of its micro-batch, and after its dependencies on the same
+        stage.
+        """
         done: set[Node] = set()
         weights: dict[tuple[int, int, int], set[int]] = defaultdict(set)
         for d, replica in enumerate(orders):
@@ -155,7 +160,7 @@ class PlanFacts:
 
 
 def difference(order: Order, expected: Order) -> tuple[int, str, str]:
-    """Return the position at which two orders begin to differ, and what each has there."""
+    """Return the first position at which two orders differ, and the text of each order's primitive there."""
     pairs = itertools.zip_longest(order, expected)
     k, pair = next((k, pair) for k, pair in enumerate(pairs) if pair[0] != pair[1])
     own_text, expected_text = ("nothing" if p is None else spoken(p) for p in pair)
@@ -168,7 +173,7 @@ def same_stage(a: Stop, b: Stop) -> bool:
 
 
 def instruction_text(entry: Instruction) -> str:
-    """Name an instruction in a message."""
+    """Return the text that names an instruction in a message."""
     if isinstance(entry, Compute):
         part = f" in layers {entry.layers[0]} to {entry.layers[1]}" if entry.layers else ""
         return f"{spoken(entry.primitive)}{part}"

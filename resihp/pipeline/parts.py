@@ -1,10 +1,10 @@
-"""Cuts in the last backward of a chunk, so that sums of gradients begin while it is still running. Pure.
+"""Cuts in the last backward pass of a chunk, so that sums of gradients begin while the pass is still running. Pure.
 
-A gradient is complete once the last backward that adds to it has passed its layer: the head's first, the embedding's
-last. So that sums begin while that backward goes on, it is cut into parts at borders of layers, each an instruction of
-its own (`resihp.pipeline.program`): the program begins a sum between two parts, and no hook does so outside its order.
-A chunk is cut only where a sum begins earlier because of it; gradients that fit into one bucket are summed at once,
-after the whole backward.
+A gradient is complete once the last backward pass that adds to it has passed its layer: the head's gradient is complete
+first, the embedding's last. The pass is therefore cut at borders between layers, and each part is a separate
+instruction (`resihp.pipeline.program`). The program begins sums between two parts; no autograd hook begins a sum
+outside the program's order. A chunk is cut only where a sum can begin earlier because of the cut. Gradients that fit
+into one bucket are summed at once, after the whole pass.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from collections.abc import Iterable, Sequence
 from resihp.parallelism.layout import LayerSpan, Layout
 
 MAX_PARTS = 8
-"""Most parts of a chunk. Only the sums of the last part cannot overlap; each part costs a call of autograd."""
+"""Maximum number of parts of a chunk. Each part costs a call of autograd; only the sums of the last part cannot overlap
+with computation."""
 
 ChunkPlace = tuple[int, int, int]
 """(replica, stage, chunk)."""
 
 
 def depths(layout: Layout, replica: int, stage: int, units: Sequence[str]) -> dict[int, int]:
-    """Return the layer that the last backward of each chunk of a stage must reach for the gradients of `units`.
+    """Return, for each chunk of a stage, the layer that its last backward pass must reach before the gradients of
+    `units` are complete.
 
-    The result is by chunk, in ascending order. The final norm and the head come with the last layer's part, the
-    embedding with the first layer's.
+    Chunks without a layer of `units` are left out; the result is in ascending order of chunks. The final norm and the
+    head belong to the last layer's part, the embedding to the first layer's part.
     """
     order = layout.replicas[replica].virtual_stages
     ends = {"embedding": order[0], "final": order[-1], "head": order[-1]}
@@ -47,10 +49,11 @@ def depths(layout: Layout, replica: int, stage: int, units: Sequence[str]) -> di
 def cuts(
     layout: Layout, sums: Iterable[tuple[Sequence[int], tuple[str, ...]]]
 ) -> dict[ChunkPlace, tuple[LayerSpan, ...]]:
-    """Return the layers of the parts of each chunk that is cut, from its last layers to its first.
+    """Return the layers of each part of each chunk that is cut, from the chunk's last layers to its first.
 
-    `sums`: owners and units of each sum. A border stands where a sum can begin, with at least an eighth of the chunk
-    (`MAX_PARTS`) between two. The embedding's sum begins after the first layer, wherever else its parameter is used.
+    `sums` lists (owners, units) of each sum. The cuts are at the layers where a sum can begin, at least an eighth of
+    the chunk apart (`MAX_PARTS`). The embedding's sum begins after the first layer, even if another stage uses the same
+    parameter.
     """
     places = {rank: (place.replica, place.stage) for rank, place in layout.places()}
     units_of_place = {

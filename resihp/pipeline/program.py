@@ -1,10 +1,11 @@
 """Each rank's program of an iteration: computation and communication in one order, derived from a plan. Pure.
 
-The order is safe under NCCL's rules, not only under gloo's. There is one linear order of all communication of the plan:
-the order in which it becomes possible when the plan is played on a virtual clock (`resihp.pipeline.timeline`). Every
-rank begins its own part in that order, and begins everything that comes before X before it waits for X. Then the first
-communication in the order that is not done can always be done, even if a rank carries out one at a time, and if sends
-wait for their receives. `resihp.pipeline.checker` plays programs under those rules; a refused program is never used.
+The order is safe under NCCL's rules, not only under gloo's. All communication of the plan has one linear order: the
+order in which it becomes possible when the plan is played on a virtual clock (`resihp.pipeline.timeline`). Every rank
+begins its communication in that order, and before a rank waits for a communication, it has begun every earlier
+communication of its own. Then the first unfinished communication in the order can always finish, even if each rank
+carries out one communication at a time, and even if sends wait for their receives. `resihp.pipeline.checker` plays
+programs under these rules, and no rank carries out a refused program.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from resihp.pipeline.timeline import layer_units, play, virtual_stages
 
 
 class TensorRange(msgspec.Struct, frozen=True):
-    """Elements [start * n / of, stop * n / of) of a tensor of n elements, sent from one rank to another."""
+    """A range of elements that one rank sends to another: [start * n / of, stop * n / of) of a tensor of n elements."""
 
     sender: int
     receiver: int
@@ -35,14 +36,15 @@ class TensorRange(msgspec.Struct, frozen=True):
 
 
 class Parcel(msgspec.Struct, frozen=True):
-    """A micro-batch's activations, or their gradients, in transit between two stages.
+    """The activations of a micro-batch, or their gradients, in transit between two stages.
 
     `boundary` b lies between virtual stages b and b + 1 of the micro-batch's path; activations cross it forward,
-    gradients backward. Between equal tensor-parallel degrees each rank sends the whole tensor to its counterpart;
-    between unequal ones, or under sequence parallelism, it goes in N chunks, each sent once (the paper's section 7: N =
-    max of both degrees, here their least common multiple, which is the same for powers of two; chunk c goes from sender
-    c * U // N to receiver c * D // N, and its gradient back between the same two). `gathered`: the receivers then
-    complete the tensor with an all-gather among themselves; otherwise each needs only the elements that it received.
+    gradients backward. Between stages of equal tensor-parallel degree, each rank sends the whole tensor to its
+    counterpart. Between unequal degrees, or under sequence parallelism, the tensor travels in N chunks, each sent once.
+    N is the least common multiple of the degrees U (upstream) and D (downstream); the paper's section 7 has their
+    maximum, which is the same for powers of two. Chunk c goes from sender c * U // N to receiver c * D // N, and its
+    gradient travels back between the same two ranks. `gathered`: the receivers complete the tensor with an all-gather
+    among themselves. Otherwise each receiver needs only the elements that it received.
     """
 
     direction: Literal["forward", "backward"]
@@ -53,7 +55,7 @@ class Parcel(msgspec.Struct, frozen=True):
 
 
 class Bucket(msgspec.Struct, frozen=True):
-    """Gradients summed in one all-reduce over `owners`, once the backward passes of `units` are complete."""
+    """Gradients that are summed in one all-reduce over `owners`, once the backward passes of `units` are complete."""
 
     owners: tuple[int, ...]
     slices: tuple[Slice, ...]
@@ -61,10 +63,11 @@ class Bucket(msgspec.Struct, frozen=True):
 
 
 class Compute(msgspec.Struct, frozen=True, tag=True):
-    """Carry out a primitive, or only its `layers` (first and last), once its inputs from other stages have arrived.
+    """Carry out a primitive once its inputs from other stages have arrived.
 
-    Only the pass that completes a chunk's gradients is cut into parts: from the chunk's last layer to its first, one
-    part after the other with no other computation between (`resihp.pipeline.parts`).
+    `layers` (first and last) restricts the computation to a part of the chunk; None means the whole chunk. Only the
+    pass that completes a chunk's gradients is cut into parts, which follow one another from the chunk's last layer to
+    its first, without other computation between them (`resihp.pipeline.parts`).
     """
 
     primitive: Primitive
@@ -72,13 +75,13 @@ class Compute(msgspec.Struct, frozen=True, tag=True):
 
 
 class Transmit(msgspec.Struct, frozen=True, tag=True):
-    """Begin to send, or to receive, this rank's pieces of a parcel, without waiting."""
+    """Begin to send or to receive this rank's pieces of a parcel, without waiting for completion."""
 
     parcel: Parcel
 
 
 class Reduce(msgspec.Struct, frozen=True, tag=True):
-    """Begin to sum a bucket, given by its index, without waiting."""
+    """Begin the all-reduce of the bucket with index `bucket`, without waiting for completion."""
 
     bucket: int
 
@@ -88,12 +91,12 @@ Program = tuple[Instruction, ...]
 
 
 Use = Literal["bulk", "tensor", "edge"]
-"""Use of a communicator: large operations without an immediate waiter (sums, state), the collectives inside a stage's
-computation, or transfers between two ranks of different stages."""
+"""Use of a communicator. "bulk": large operations that no rank waits for immediately (sums, state). "tensor": the
+collectives inside a stage's computation. "edge": transfers between two ranks of different stages."""
 
 
 class GroupSpec(msgspec.Struct, frozen=True):
-    """One communicator: its name within the epoch, its ranks in order (sender, receiver for an edge), and its use."""
+    """One communicator: name within the epoch, ranks in order (sender, then receiver, for an edge), and use."""
 
     name: str
     ranks: tuple[int, ...]
@@ -101,12 +104,12 @@ class GroupSpec(msgspec.Struct, frozen=True):
 
 
 def programs(plan: Plan, buckets: Sequence[Bucket] = ()) -> dict[int, Program]:
-    """Return every active rank's program: its part of one list of all instructions, in the order in which they can
-    begin.
+    """Return every active rank's program: the instructions of one common list that concern the rank, in the list's
+    order.
 
-    Computations are placed at their start, transfers when the tensor is ready, reductions when the last owner's
-    gradients are complete; instructions of the same time have an order, too. The argument of the module's docstring
-    applies, since every program is a part of the same list, in which everything comes after its dependencies.
+    The list sorts all instructions by the time at which they can begin: a computation at its start, a transfer when the
+    tensor is ready, a reduction when the last owner's gradients are complete. Ties have a fixed order. In the list
+    every instruction comes after its dependencies, so the argument in the module's docstring applies to the programs.
 
     Raises PlanError if the plan's orders cannot be carried out.
     """
@@ -121,9 +124,9 @@ def programs(plan: Plan, buckets: Sequence[Bucket] = ()) -> dict[int, Program]:
 
 
 def forward_only(programs: Mapping[int, Program]) -> dict[int, Program]:
-    """Return the same programs without gradients, for an evaluation over the same communicators.
+    """Return the programs without gradients, for an evaluation over the same communicators.
 
-    They are parts of one list, too, in which everything comes after its dependencies: forwards depend on nothing else.
+    They are safe for the same reason as the complete programs: forward passes depend only on forward passes.
     """
     return {rank: tuple(entry for entry in program if _is_forward(entry)) for rank, program in programs.items()}
 
@@ -135,14 +138,16 @@ def _is_forward(entry: Instruction) -> bool:
 
 
 TRANSMIT, REDUCE, COMPUTE = range(3)
-"""Order of instructions of the same time: communication first, because other ranks may wait for it."""
+"""Order of instructions that begin at the same time: communication first, because other ranks may wait for it."""
 
 
 def pieces_between(
     senders: Sequence[int], receivers: Sequence[int], *, sequence_parallel: bool
 ) -> tuple[TensorRange, ...]:
-    """Return the pieces in which activations travel between two stages; `mirrored` gives the way back of their
-    gradients."""
+    """Return the pieces in which activations travel from the ranks of one stage to the ranks of the next.
+
+    `mirrored` returns the pieces of their gradients, which travel in the opposite direction.
+    """
     up, down = len(senders), len(receivers)
     if up == down and not sequence_parallel:
         return tuple(TensorRange(a, b, 0, 1, 1) for a, b in zip(senders, receivers, strict=True))
@@ -164,21 +169,22 @@ def mirrored(pieces: Sequence[TensorRange]) -> tuple[TensorRange, ...]:
 def buckets(
     layout: Layout, specs: Sequence[ParameterSpec], bucket_bytes: int = 32 << 20, element: int = 4
 ) -> tuple[Bucket, ...]:
-    """Return the sums over several ranks, in buckets of about `bucket_bytes`: one list that is equal on all ranks.
+    """Return the gradient sums over several ranks, in buckets of about `bucket_bytes`: one list that is equal on all
+    ranks.
 
-    The model's last parameters come first, since their gradients do. A bucket waits for the same chunks of each of its
-    owners throughout, so that no gradient waits for a chunk that it does not come from. Slices stay whole; `element` is
-    in bytes.
+    The model's last parameters come first, because their gradients are complete first. All slices of a bucket wait for
+    the same chunks of each owner, so that no gradient waits for an unrelated chunk. Slices stay whole; `element` is the
+    size of an element in bytes.
 
-    Copies of a parameter that tensor parallelism does not cut are summed in several sets. On gloo the results are equal
-    to the bit only if the copies stand at the same place in their buckets, because the order of a sum depends on it.
-    Buckets of such sets are therefore laid out alike, unless the cuts of the others are uneven (degrees 3 and 2, say):
-    then these parameters get buckets of their own.
+    Copies of a parameter that tensor parallelism does not cut are summed in several sets of owners. On gloo, the
+    results are equal to the bit only if the copies are at the same position in their buckets, because the order of
+    additions depends on the position. Buckets of such sets are therefore laid out alike. If the tensor-parallel degrees
+    cut the other parameters unevenly (degrees 3 and 2, for example), the uncut parameters get buckets of their own.
 
-    NCCL gives all ranks of a set the same bits (its issues 855 and 1497), but may add in another order in another set,
-    which lies on other links: with three replicas or more such copies can then differ in the last bit, as they can in
-    Megatron. Nothing relies on their being equal: a norm counts one of them, a checkpoint holds one, and a rank that
-    needs the parameter takes any. Under sequence parallelism there is one set for all copies.
+    NCCL gives all ranks of one set the same bits (its issues 855 and 1497), but another set, over other links, may add
+    in another order. With three or more replicas, copies in different sets can therefore differ in the last bit, as in
+    Megatron. No code relies on equal bits: a norm counts one copy, a checkpoint contains one copy, and a rank that
+    needs the parameter takes any copy. Under sequence parallelism, one set contains all copies.
     """
     by_name = {spec.name: spec for spec in specs}
     position = {spec.name: i for i, spec in enumerate(specs)}
@@ -218,10 +224,11 @@ def buckets(
 def memberships(plan: Plan, programs: dict[int, Program], buckets: Sequence[Bucket] = ()) -> tuple[GroupSpec, ...]:
     """Return all communicators of a plan, in one order that is equal on all ranks.
 
-    There are as few as order and speed allow: ranks that do several things together, for example sum several buckets,
-    have one communicator for all of them (`tensor_of`, `sums_of`). That is safe because all ranks begin their common
-    operations in the one order that all programs have, and `resihp.pipeline.checker` plays exactly these communicators.
-    Only an edge (`edge_of`) does not share its ranks' group: back ends treat the two differently.
+    The list is as short as order and speed allow: operations of equal sets of ranks, for example the sums of several
+    buckets, share one communicator (`tensor_of`, `sums_of`). Sharing is safe because all ranks begin their common
+    operations in the order of the programs, and `resihp.pipeline.checker` plays exactly these communicators. Only an
+    edge (`edge_of`) never shares a communicator with a group of the same ranks, because back ends treat the two
+    differently.
     """
     active = plan.layout.active
     groups = {WORLD_GROUP: GroupSpec(WORLD_GROUP, active)} if len(active) > 1 else {}
@@ -251,15 +258,18 @@ WORLD_GROUP = "world"
 
 
 def tensor_of(ranks: Sequence[int], active: Sequence[int]) -> str:
-    """Return the name of the communicator of a stage's ranks, whose order gives each rank's part; `active`: all
-    ranks."""
+    """Return the name of the communicator of a stage's ranks.
+
+    `ranks` is in tensor-parallel order, which determines each rank's part; `active` lists all active ranks.
+    """
     return WORLD_GROUP if tuple(ranks) == tuple(active) else _group(ranks)
 
 
 def sums_of(owners: Sequence[int], active: Sequence[int]) -> str:
-    """Return the name of the communicator over which `owners` sum, in the order of their replicas.
+    """Return the name of the communicator over which `owners`, in replica order, sum gradients.
 
-    Only with one order do sets that sum copies of one parameter add in the same order, on gloo at least (`buckets`).
+    The order matters: sets that sum copies of one parameter add in the same order, at least on gloo, only if their
+    owners are in the same order (`buckets`).
     """
     return WORLD_GROUP if len(owners) == len(active) else _group(owners)
 
@@ -269,17 +279,17 @@ def _group(ranks: Sequence[int]) -> str:
 
 
 def edge_of(direction: str, sender: int, receiver: int) -> str:
-    """Return the name of the communicator over which a rank sends activations ("forward") or gradients to another
-    stage.
+    """Return the name of the communicator over which a rank sends activations ("forward") or gradients ("backward") to
+    a rank of another stage.
 
-    The directions have separate communicators: a communicator is first in, first out, and an activation that a rank is
-    ready for early would hold up the gradient behind it.
+    Each direction has its own communicator. A communicator is first in, first out, so an activation that is ready early
+    would hold up the gradient behind it.
     """
     return f"{direction}/{sender}-{receiver}"
 
 
 class _Events:
-    """All instructions of a plan, each with its place in the linear order and the ranks that take part in it."""
+    """All instructions of a plan, each with its position in the linear order and the ranks that take part."""
 
     def __init__(self, plan: Plan, buckets: Sequence[Bucket]) -> None:
         self._layout, self._buckets = plan.layout, buckets
@@ -290,12 +300,12 @@ class _Events:
         self._parcels = _Parcels(plan)
         self._parts = cuts(plan.layout, ((bucket.owners, bucket.units) for bucket in buckets))
         self._through: dict[ChunkPlace, tuple[tuple[int, float], ...]] = {}
-        """For each part of a chunk: the lowest layer whose gradients are complete, and when. The chunk's first layer is
-        last."""
+        """For each chunk: (lowest layer with complete gradients, time) of each of its parts. The part with the chunk's
+        first layer is last."""
         self.events: list[tuple[tuple[float, int, int, int, int], Instruction, tuple[int, ...]]] = []
 
     def add_stages(self) -> None:
-        """Add the computations of all stages, and the transfers that follow them."""
+        """Add the computations of all stages, and the transfers of their results."""
         for d in range(len(self._layout.replicas)):
             for s, order in enumerate(self._orders[d]):
                 completing = {p.chunk: position for position, p in enumerate(order) if p.kind != "F"}
@@ -329,7 +339,7 @@ class _Events:
             self.events.append((key, *self._parcels.between(path[v], path[to], m, boundary, forward=forward)))
 
     def add_reductions(self) -> None:
-        """Add the sums of all buckets. Called after the computations, which say when gradients are complete."""
+        """Add the sums of all buckets. Call it after `add_stages`, which determines when gradients are complete."""
         for index, moment in enumerate(_moments(self._layout, self._buckets, self._through)):
             self.events.append(((moment, REDUCE, index, 0, 0), Reduce(index), self._buckets[index].owners))
 
@@ -337,7 +347,7 @@ class _Events:
 def _moments(
     layout: Layout, buckets: Sequence[Bucket], through: Mapping[ChunkPlace, tuple[tuple[int, float], ...]]
 ) -> list[float]:
-    """Return when the last owner of each bucket has its gradients; 0 if there is none to compute."""
+    """Return, for each bucket, the time at which its last owner has its gradients; 0 if no owner computes gradients."""
     places = {rank: (place.replica, place.stage) for rank, place in layout.places()}
 
     @functools.cache
@@ -378,7 +388,7 @@ class _Parcels:
 
 
 def _apart(layout: Layout, spec: ParameterSpec) -> bool:
-    """Return whether groups that cut other parameters into unequal widths hold this uncut parameter."""
+    """Return whether a parameter that is not cut is held by groups of degrees that cut other parameters unevenly."""
     if spec.axis is not None or spec.partial:
         return False
     degrees = {stage.tp for stage in holders(layout, spec)}

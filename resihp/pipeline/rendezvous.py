@@ -1,9 +1,9 @@
-"""NCCL's rules alone: whether operations that ranks begin in some order can all be completed. Pure.
+"""NCCL's rules alone: whether operations that ranks begin in some order can all complete. Pure.
 
-No tags: the k-th operation on a communicator must be the same on all members. Rendezvous: an operation is done only
-when all members carry it out. And, as the strictest case, a rank carries out one operation at a time, over all of its
-communicators, in the order in which it began them. Used by `resihp.pipeline.communication_rules`, which knows the
-required work.
+There are no tags: the k-th operation on a communicator must be the same on all members. An operation completes only
+when all members carry it out. As the strictest case, a rank carries out one operation at a time, over all of its
+communicators, in the order in which it began them. Called by `resihp.pipeline.communication_rules`, which determines
+the operations.
 """
 
 from __future__ import annotations
@@ -12,28 +12,31 @@ import itertools
 from collections.abc import Iterable
 
 Channel = tuple[str, tuple[int, ...]]
-"""A communicator: its use, and its ranks."""
+"""A communicator, given by its use and its ranks."""
 
 Operation = tuple[str | int, ...]
-"""Identity of an operation, its size included: ("bucket", index); kind, micro-batch, virtual stage and layers; or a
-piece of a parcel."""
+"""Identity of an operation, including its size. A sum: ("bucket", index). A collective inside a computation: kind,
+micro-batch, virtual stage, first and last layer. A piece of a parcel: direction, micro-batch, boundary and
+`TensorRange`'s start, stop and of."""
 
 
 class Rendezvous:
-    """Collects the operations that each rank begins and waits for, then checks them."""
+    """Collects the operations that each rank begins and waits for, then checks that they all complete."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._lists: dict[Channel, dict[int, list[Operation]]] = {}
         self._numbers: dict[tuple[Channel, int], int] = {}
         self._turns: list[tuple[Channel, int]] = []
-        """For each operation, by number: its communicator, and its position among the operations there."""
+        """For each operation number: the communicator, and the operation's position among the operations of the
+        communicator."""
         self._steps: dict[int, list[tuple[int, list[int], list[int]]]] = {rank: [] for rank in ranks}
-        """For each rank and step: the instruction, the operations to begin, and the operations to wait for
-        afterwards."""
+        """For each rank: its steps as (instruction, operations to begin, operations to wait for after that)."""
 
     def operation(self, channel: Channel, rank: int, operation: Operation) -> int:
-        """Return the number of a rank's next operation on a communicator, which its peers share at the same
-        position."""
+        """Record a rank's next operation on a communicator, and return the operation's number.
+
+        The operations of all members at the same position share one number.
+        """
         operations = self._lists.setdefault(channel, {member: [] for member in channel[1]})[rank]
         turn = (channel, len(operations))
         operations.append(operation)
@@ -43,11 +46,13 @@ class Rendezvous:
         return self._numbers[turn]
 
     def step(self, rank: int, instruction: int, begins: list[int], waits: list[int]) -> None:
-        """Record that at an instruction a rank begins some operations and goes on once others are done."""
+        """Record that, at `instruction`, a rank begins the operations `begins` and continues once the operations
+        `waits` are done.
+        """
         self._steps[rank].append((instruction, begins, waits))
 
     def mismatch(self) -> str | None:
-        """Return a message about the first operation that is not the same on all members, or None."""
+        """Return a message about the first operation that differs between members of a communicator, or None."""
         for channel, lists in self._lists.items():
             first = channel[1][0]
             for rank, operations in lists.items():
@@ -61,8 +66,9 @@ class Rendezvous:
         return None
 
     def deadlock(self) -> str | None:
-        """Return a message about ranks that wait for each other for ever, or None. Call it only if `mismatch` returns
-        None."""
+        """Return a message about ranks that wait for each other forever, or None. Call it only if `mismatch` returns
+        None.
+        """
         ranks = list(self._steps)
         reached = dict.fromkeys(ranks, 0)
         begun = dict.fromkeys(ranks, False)
@@ -100,7 +106,9 @@ class Rendezvous:
         return self._circle(at_hand, reached)
 
     def _circle(self, at_hand: dict[int, int], reached: dict[int, int]) -> str:
-        """Describe ranks that wait for each other, given the current operation and the reached step of each."""
+        """Describe the ranks that wait for each other, given each rank's current operation and the step that it
+        reached.
+        """
 
         def absent(rank: int) -> list[int]:
             members = self._turns[at_hand[rank]][0][1]

@@ -1,9 +1,9 @@
-"""Orders of F, B and W on each stage. Pure; the executor carries them out, the timeline prices them.
+"""Orders of F, B and W on each stage. Pure; the executor carries them out, the timeline computes their time.
 
-Plain shapes get the orders of the literature: 1F1B, Megatron's interleaved order where stages hold several chunks,
-ZB-H1 where B and W are separate. Anything else (micro-batches that migrate, stages with unequal numbers of chunks) is
-scheduled greedily on a virtual clock, which always yields an order that can be carried out. Nothing here decides which
-schedule, or which migration, is good: that is the scheduler's task (`resihp.scheduler`).
+Plain shapes get the orders of the literature: 1F1B, Megatron's interleaved order if stages have several chunks, ZB-H1
+if B and W are separate. All other shapes (micro-batches that migrate, stages with unequal numbers of chunks) are
+scheduled greedily on a virtual clock, which always yields an order that can be carried out. This module never decides
+which schedule or which migration is good: that is the scheduler's task (`resihp.scheduler`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from resihp.parallelism.plan import Order, Plan, Primitive
 from resihp.pipeline.timeline import Node, Orders, Seconds, Transfers, follows, layer_units, needs
 
 SCHEDULE_NAMES = ("1f1b", "interleaved", "zero-bubble")
-"""Names of schedules that a plan may give. The first two are the same rule, for one and for several chunks a stage."""
+"""Names of schedules that a plan may have. "1f1b" and "interleaved" are the same rule: the stages' number of chunks
+decides."""
 
 
 def orders_of(plan: Plan) -> Orders:
-    """Return each stage's order in an iteration: the plan's own orders if it has any, else those of its schedule.
+    """Return each stage's order of work in an iteration: the plan's own orders if it has any, else the orders of its
+    schedule.
 
-    Raises PlanError for an unknown schedule, or orders that do not fit the layout's stages.
+    Raises PlanError for an unknown schedule, or for orders that do not fit the layout's stages.
     """
     replicas = plan.layout.replicas
     if plan.orders:
@@ -48,8 +50,8 @@ def orders_of(plan: Plan) -> Orders:
 def one_forward_one_backward(stage: int, stages: int, micro_batches: tuple[int, ...]) -> tuple[Primitive, ...]:
     """Return the 1F1B order (PipeDream-flush, Megatron's non-interleaved schedule) for `stage` of `stages`.
 
-    Warm-up forwards = min(stages - stage - 1, micro-batches), then one forward and one backward alternate, then the
-    remaining backwards.
+    The order begins with min(stages - stage - 1, micro-batches) warm-up forwards; then one forward and one backward
+    alternate; the remaining backwards follow.
     """
     warm_up = min(stages - stage - 1, len(micro_batches))
     order = [Primitive("F", m) for m in micro_batches[:warm_up]]
@@ -62,9 +64,10 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: tuple[int, 
 def interleaved(stage: int, stages: int, chunks: int, micro_batches: tuple[int, ...]) -> Order:
     """Return Megatron's interleaved 1F1B (`forward_backward_pipelining_with_interleaving`) for `stage` of `stages`.
 
-    Micro-batches go in groups, chunk after chunk within a group; then one forward and one backward alternate. Warm-up:
-    2 (stages - stage - 1) + (chunks - 1) group forwards. A group has `stages` micro-batches; a remainder is spread over
-    the groups, since a group smaller than `stages` costs bubbles and may even deadlock (Megatron refuses it).
+    Micro-batches are divided into groups of `stages`, and each group passes one chunk after the other. The order begins
+    with 2 (stages - stage - 1) + (chunks - 1) * stages warm-up forwards; then one forward and one backward alternate. A
+    remainder of micro-batches is spread over the groups: a group smaller than `stages` would cost bubbles and might
+    even deadlock (Megatron refuses it).
     """
     count = len(micro_batches)
     groups = max(1, count // stages)
@@ -87,9 +90,9 @@ def interleaved(stage: int, stages: int, chunks: int, micro_batches: tuple[int, 
 def zero_bubble(stage: int, stages: int, micro_batches: tuple[int, ...]) -> Order:
     """Return the ZB-H1 order (Qi et al., "Zero Bubble Pipeline Parallelism", 2024) for `stage` of `stages`.
 
-    It is 1F1B with separate W, which follow `stage` micro-batches behind B. Between F and B a stage holds no more
-    micro-batches than under 1F1B; between F and W every stage holds at most `stages`, the number that 1F1B's first
-    stage holds. With F = B = W the bubble is a third of 1F1B's.
+    It is 1F1B with separate Ws, each `stage` micro-batches behind its B. Between F and B, a stage holds no more
+    micro-batches than under 1F1B. Between F and W, every stage holds at most `stages` micro-batches, as many as 1F1B's
+    first stage. If F, B and W take the same time, the bubble is a third of 1F1B's.
     """
     order: list[Primitive] = []
     done = 0
@@ -104,18 +107,20 @@ def zero_bubble(stage: int, stages: int, micro_batches: tuple[int, ...]) -> Orde
 
 
 def greedy(plan: Plan, seconds: Seconds, transfer_s: Transfers = 0.0, *, split: bool = False) -> Orders:
-    """List-schedule on a virtual clock: a stage that is free begins a ready B, else a ready F, else a ready W.
+    """List-schedule on a virtual clock: a free stage begins a ready B, else a ready F, else a ready W.
 
-    It works for any layout and any migrations, at the caller's costs. `split` gives every B a W. Forwards are held back
-    as in 1F1B: a stage begins one only while fewer micro-batches are between F and B (and, with `split`, between F and
-    W) than the limit of its position in the pipeline. Where that would leave all stages waiting, the most urgent
-    forward goes ahead, so an order always results, and it can always be carried out.
+    The rule works for any layout and any migrations, at the caller's costs (`seconds`, `transfer_s`). With `split`,
+    every B has a separate W. Forwards are limited as in 1F1B: a stage begins a forward only while the number of its
+    micro-batches between F and B (and, with `split`, between F and W) is below the limit of its position in the
+    pipeline. If all stages would wait, the most urgent forward begins nevertheless, so the result is always an order
+    that can be carried out.
     """
     return _Greedy(plan, seconds, transfer_s, split).run()
 
 
 class _Greedy:
-    """One run of the virtual clock: stages are numbered over all replicas, queues hold the ready nodes of each."""
+    """One run of the virtual clock. The stages of all replicas are numbered as lanes, each with queues of ready
+    nodes."""
 
     def __init__(self, plan: Plan, seconds: Seconds, transfer_s: Transfers, split: bool) -> None:
         self._paths = plan.paths()
@@ -137,7 +142,8 @@ class _Greedy:
         self._missing: dict[Node, int] = {}
         self._clock = 0.0
         self._events: list[tuple[float, int, int, Node | None]] = []
-        """(time, tie, lane, node that is ready there or None for a stage that becomes free)."""
+        """(time, tie, lane, node): the node becomes ready on the lane at that time; None instead of a node: the lane
+        becomes free."""
         self._count = 0
 
     def run(self) -> Orders:
@@ -213,8 +219,10 @@ class _Greedy:
         return self._count
 
     def _urgency(self, node: Node) -> tuple[int, ...]:
-        """Order nodes depth first: in groups of as many micro-batches as stages, and for B the furthest virtual stage
-        first."""
+        """Return a sort key of nodes, the most urgent first: depth first, in groups of as many micro-batches as stages.
+
+        Among the Bs of a group, the Bs of the last virtual stages come first.
+        """
         kind, m, v = node
         group, position, home = self._rank[m]
         return (group, v if kind == "F" else -v, position, home)
@@ -223,8 +231,9 @@ class _Greedy:
 def _limits(plan: Plan) -> tuple[list[int], list[int]]:
     """Return for each stage the most micro-batches between F and B, and the most between F and W.
 
-    1F1B's stages - stage, generalised to virtual stages: of depth V and at most C chunks a stage, one micro-batch for
-    every C virtual stages still to come, and one more for each chunk where there are several.
+    This is 1F1B's limit, stages - stage, generalised to virtual stages. In a pipeline of V virtual stages, with at most
+    C chunks a stage, the limit is one micro-batch for every C virtual stages that follow, and one more for each chunk
+    of the stage if C is above 1.
     """
     limits: list[int] = []
     most: list[int] = []
@@ -240,7 +249,7 @@ def _limits(plan: Plan) -> tuple[list[int], list[int]]:
 
 
 def _mixed(plan: Plan) -> set[int]:
-    """Return the replicas that give micro-batches to others, or take some."""
+    """Return the replicas that send micro-batches to other replicas or receive them, by migration."""
     homes = {m: d for d, share in enumerate(plan.assignment) for m in share}
     mixed: set[int] = set()
     for migration in plan.migrations:
@@ -251,7 +260,7 @@ def _mixed(plan: Plan) -> set[int]:
 
 
 def _textbook(schedule: str, replica: Replica, share: tuple[int, ...]) -> tuple[Order, ...] | None:
-    """Return the literature's orders, or None if it has none for a replica of this shape."""
+    """Return the orders of the literature, or None if the literature has none for a replica of this shape."""
     depth = len(replica.stages)
     counts = {len(stage.chunks) for stage in replica.stages}
     if len(counts) > 1:

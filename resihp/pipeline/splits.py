@@ -1,11 +1,11 @@
-"""The order in which a rank makes its communicators when they are split from one another, as NCCL's are. Pure.
+"""The order in which a rank creates its communicators when they are split from one another, as in NCCL. Pure.
 
-NCCL splits a communicator by colours: one call of all its ranks makes a communicator of each colour, and ranks without
-a colour take part all the same. So a plan's communicators are made from that of all ranks, in as few rounds as there
-can be with no rank in two groups of a round: 6 for a grid, one of stages, two of edges for each direction, one of sums.
-A group with ranks outside (they only give state away) is made by itself, after all rounds. Every rank goes through its
-part of one list, which is equal on all, so that ranks cannot wait in a circle. Called by
-`resihp.executor.communicators`.
+NCCL splits a communicator by colours: in one call of all its ranks, the ranks of each colour form a new communicator,
+and ranks without a colour only take part in the call. A plan's communicators are split from the communicator of all
+ranks, in as few rounds as possible; no rank is in two groups of a round. A grid needs 6 rounds: one for stages, two for
+edges in each direction, one for sums. A group with ranks outside the communicator of all ranks (ranks that only give
+state away) is created by itself, after all rounds. All ranks follow one list of groups, so that ranks cannot wait for
+each other in a circle. Called by `resihp.executor.communicators`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from resihp.pipeline.program import WORLD_GROUP, GroupSpec
 
 
 class Split(msgspec.Struct, frozen=True):
-    """One step of a rank: make `group` as the part of the world that has this colour, or by itself if there is no
-    colour.
+    """One step of a rank: create `group` as the part of all ranks that has `colour`, or by itself if `colour` is None.
 
-    Without a group the rank takes part in the split of the others, with a colour that no other rank has.
+    If `group` is None, the rank only takes part in the split of the other ranks, with a colour that no other rank has.
     """
 
     group: GroupSpec | None
@@ -29,8 +28,10 @@ class Split(msgspec.Struct, frozen=True):
 
 
 def rounds(groups: Sequence[GroupSpec]) -> tuple[tuple[GroupSpec, ...], ...]:
-    """Return the groups that each split can make at once: every group is in the first round in which its ranks are
-    free."""
+    """Return the groups that each split creates at once.
+
+    Each group is in the first round in which none of its ranks is in another group.
+    """
     groups_of_round: list[list[GroupSpec]] = []
     ranks_of_round: list[set[int]] = []
     for group in groups:
@@ -44,7 +45,7 @@ def rounds(groups: Sequence[GroupSpec]) -> tuple[tuple[GroupSpec, ...], ...]:
 
 
 def steps(groups: Sequence[GroupSpec], rank: int) -> tuple[Split, ...]:
-    """Return the steps of `rank`, in order, that make all of `groups` to which it belongs."""
+    """Return the steps, in order, in which `rank` creates all groups of `groups` that contain it."""
     world = next((group for group in groups if group.name == WORLD_GROUP), None)
     inside = frozenset(() if world is None else world.ranks)
     splits = [Split(world)] if world is not None and rank in inside else []

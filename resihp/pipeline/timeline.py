@@ -1,12 +1,12 @@
-"""Start and end of each primitive of an iteration: the one model of time (the paper's Eq. 2). Pure, no clock.
+"""Start and end of each primitive of an iteration: the only model of time (the paper's Eq. 2). Pure, no clock.
 
-A primitive begins once the one before it on its stage has ended and its inputs have arrived: F(m, v) needs F(m, v - 1);
-B(m, v) needs B(m, v + 1) and F(m, v), on the last virtual stage only F(m, v); W needs its B. An input from another
-stage takes the time of a transfer. The iteration lasts as long as the critical path.
+A primitive begins once the primitive before it on its stage has ended and its inputs have arrived. F(m, v) needs F(m, v
+- 1). B(m, v) needs F(m, v) and, except on the last virtual stage, B(m, v + 1). W needs its B. An input from another
+stage takes the time of a transfer. The duration of the iteration is the length of the critical path.
 
-This module prices an order; it makes none (`resihp.pipeline.schedules`) and decides nothing. Programs, the scheduler's
-predictions, the detector's expectations and the simulator all take their times from here, or, for many durations over
-the same orders, from `resihp.pipeline.compiled`, which gives the same.
+This module computes the time of given orders; it never makes orders (`resihp.pipeline.schedules`) and decides nothing.
+Programs, the scheduler's predictions, the detector's expectations and the simulator take their times from here. For
+many durations over the same orders they use `resihp.pipeline.compiled`, which gives equal results.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Kind, Order, Plan, Primitive, Stop
 
 Orders = tuple[tuple[Order, ...], ...]
-"""Primitives of each stage, [replica][stage]."""
+"""Order of primitives of each stage: [replica][stage]."""
 
 Seconds = Callable[[Stop, Primitive], float]
-"""Seconds of a primitive at the stop where it is carried out."""
+"""Function that returns the seconds of a primitive at a stop."""
 
 Transfers = float | Callable[[Stop, Stop], float]
-"""Seconds between the end of a primitive and the moment another stage can use its output: one number, or by link."""
+"""Seconds between the end of a primitive and the moment at which another stage can use its output: one number for all
+transfers, or a function of sender and receiver."""
 
 Node = tuple[Kind, int, int]
-"""A primitive by kind, micro-batch and virtual stage of the micro-batch's path: the same wherever it is carried out."""
+"""A primitive given by its kind, its micro-batch and the virtual stage in its micro-batch's path. A node does not
+depend on the replica that carries it out."""
 
 
 class Timeline(msgspec.Struct, frozen=True):
-    """Start and end of each primitive, in seconds from the iteration's start: [replica][stage], aligned with orders."""
+    """Start and end of each primitive, in seconds from the iteration's start: [replica][stage][position in order]."""
 
     starts: tuple[tuple[tuple[float, ...], ...], ...]
     ends: tuple[tuple[tuple[float, ...], ...], ...]
@@ -45,7 +47,7 @@ class Timeline(msgspec.Struct, frozen=True):
 
 
 def layer_units(layout: Layout) -> Seconds:
-    """Return costs to use where none is measured: F, B and W each take one unit for each layer of the chunk."""
+    """Return costs to use without measurements: F, B and W each take one unit of time for each layer of the chunk."""
     layers = {
         Stop(d, s, c): float(last - first + 1)
         for d, replica in enumerate(layout.replicas)
@@ -56,12 +58,12 @@ def layer_units(layout: Layout) -> Seconds:
 
 
 def virtual_stages(paths: dict[int, tuple[Stop, ...]]) -> dict[tuple[int, int, int, int], int]:
-    """Return the virtual stage that a micro-batch passes at a stop, by (replica, stage, chunk, micro-batch)."""
+    """Return the virtual stage at which a micro-batch passes a stop, by (replica, stage, chunk, micro-batch)."""
     return {(stop.replica, stop.stage, stop.chunk, m): v for m, path in paths.items() for v, stop in enumerate(path)}
 
 
 def needs(node: Node, last: int) -> tuple[Node, ...]:
-    """Return the nodes that must be done before `node`, on a path whose last virtual stage is `last`."""
+    """Return the nodes that must end before `node` begins, on a path that ends with virtual stage `last`."""
     kind, m, v = node
     if kind == "F":
         return (("F", m, v - 1),) if v else ()
@@ -71,7 +73,8 @@ def needs(node: Node, last: int) -> tuple[Node, ...]:
 
 
 def follows(node: Node, last: int, split: bool) -> list[Node]:
-    """Return the nodes that wait for `node`; with `split`, every B has a W."""
+    """Return the nodes that need `node`, on a path that ends with virtual stage `last`; with `split`, every B has a
+    separate W."""
     kind, m, v = node
     if kind == "F":
         return [("F", m, v + 1), ("B", m, v)] if v < last else [("B", m, v)]
@@ -82,10 +85,11 @@ def follows(node: Node, last: int, split: bool) -> list[Node]:
 
 
 def play(plan: Plan, orders: Orders, seconds: Seconds, transfer_s: Transfers = 0.0) -> Timeline:
-    """Carry out `orders` on a virtual clock, each stage as soon as it can. Linear in the number of primitives.
+    """Carry out `orders` on a virtual clock, each primitive as early as possible, and return the times.
 
-    A transfer from one stage to another takes `transfer_s`. Raises PlanError if a primitive is not on the path of its
-    micro-batch or occurs twice, if a dependency is absent, or if stages wait for each other in a circle.
+    A transfer from one stage to another takes `transfer_s`. The time is linear in the number of primitives. Raises
+    PlanError if a primitive is not on the path of its micro-batch or occurs twice, if a dependency is missing, or if
+    stages wait for each other in a circle.
     """
     paths = plan.paths()
     lanes = _lanes(plan, orders, paths)
@@ -125,7 +129,7 @@ def play(plan: Plan, orders: Orders, seconds: Seconds, transfer_s: Transfers = 0
 
 
 def spoken(primitive: Primitive) -> str:
-    """Describe a primitive in messages."""
+    """Return the text that describes a primitive in messages."""
     chunk = f" in chunk {primitive.chunk}" if primitive.chunk else ""
     return f"{primitive.kind} of micro-batch {primitive.micro_batch}{chunk}"
 
@@ -134,7 +138,7 @@ _Lane = tuple[tuple[int, int], list[Node], Order]
 
 
 def _lanes(plan: Plan, orders: Orders, paths: dict[int, tuple[Stop, ...]]) -> list[_Lane]:
-    """Return each stage with its order, as given and as nodes."""
+    """Return, for each stage, its (replica, stage), its order as nodes, and its order as primitives."""
     at = virtual_stages(paths)
     lanes: list[_Lane] = []
     count = 0
@@ -161,7 +165,7 @@ def _lanes(plan: Plan, orders: Orders, paths: dict[int, tuple[Stop, ...]]) -> li
 
 
 def _obstacle(lanes: list[_Lane], done: list[int], paths: dict[int, tuple[Stop, ...]]) -> str:
-    """Describe why a play has stopped: a primitive is absent, or stages wait for each other."""
+    """Describe why a play has stopped: a primitive is missing, or stages wait for each other in a circle."""
     at = {node: (i, position) for i, (_, nodes, _) in enumerate(lanes) for position, node in enumerate(nodes)}
     stuck: dict[int, tuple[Node, Node]] = {}
     for i, (_, nodes, _) in enumerate(lanes):

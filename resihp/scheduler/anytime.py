@@ -1,9 +1,9 @@
-"""A decision that keeps improving while there is time. Pure: trials are counted, the caller has the clock.
+"""A decision that keeps improving as long as there is time. Pure: trials are counted, and the caller reads the clock.
 
-Whole layouts are searched (`resihp.scheduler.search`), starting from layouts that are known to run, and the best of
-them gets its schedule: immediately, within milliseconds, for the planner; then, for as long as the caller can wait,
-starting from the planner's answer (`Anytime`). Called by `resihp.scheduler.planner`, `resihp.scheduler.thinking` and
-`resihp plan --search`; the supervisor has it loaded beforehand (`load`).
+The search (`resihp.scheduler.search`) starts from layouts that are known to run; the best layout that it finds gets its
+orders. The planner runs it for milliseconds, as part of its immediate decision. `Anytime` then continues from that
+decision for as long as the caller can wait. Called by `resihp.scheduler.planner`, `resihp.scheduler.thinking` and
+`resihp plan --search`; the supervisor calls `load` beforehand.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ if TYPE_CHECKING:
     from resihp.scheduler.search.annealing import FoundLayout, Search
 
 MAX_DEVICES = 2048
-"""Most devices of any search. In a larger job a second ends before every damaged replica was looked at, and assigning
-ranks takes even longer."""
+"""Maximum number of devices of any search. In a larger job, a second is not enough to consider every damaged replica,
+and assigning ranks takes even longer."""
 MAX_IMMEDIATE_DEVICES = 96
-"""Most devices of an immediate search. In a larger job a failure affects only a small part."""
+"""Maximum number of devices of an immediate search. In a larger job, a failure affects only a small part."""
 IMMEDIATE_TRIALS = 2400
-"""Changes that an immediate search tries. Of 111 random jobs 93 % came to within 3 % of the best known, with 1200
-changes 85 %, with 3600 96 %."""
+"""Changes that an immediate search tries. With 2400 changes, 93 % of 111 random jobs came within 3 % of the best known
+layout; with 1200 changes 85 %, with 3600 changes 96 %."""
 IMMEDIATE_TRIALS_SMALL_JOB = 100
-"""Changes that an immediate search tries where almost every layout was priced already
+"""Changes that an immediate search tries in a job so small that almost every layout was already priced
 (`resihp.scheduler.layouts.exhaustive`)."""
 TRIALS_PER_TURN = 100
-"""Changes that one of two searches tries before the other continues."""
+"""Changes that one of two searches tries before the other one continues."""
 
 
 def obstacle(situation: Situation, plans: Sequence[PricedPlan]) -> str | None:
-    """Return why no immediate search starts from these plans; None if one does."""
+    """Return why no immediate search can start from these plans; None if one can."""
     if len(situation.available) > MAX_IMMEDIATE_DEVICES:
         return f"{len(situation.available)} devices are too many for an immediate search"
     return _obstacle(situation, [plan.plan for plan in plans])
 
 
 def is_thorough(situation: Situation) -> bool:
-    """Return whether an immediate search is made that covers all single changes to the plans that it starts from."""
+    """Return whether the immediate search runs and covers all single changes to the plans that it starts from."""
     return len(situation.available) > exhaustive.MAX_DEVICES and obstacle(situation, []) is None
 
 
 def at_once(situation: Situation, plans: Sequence[PricedPlan]) -> PricedPlan | None:
-    """Return the result of a short search that starts from these plans, or from none.
+    """Return the result of a short search that starts from `plans`; from newly distributed ranks if `plans` is empty.
 
-    None if no plan is faster, or if a search is not allowed.
+    None if the result is not faster than every plan, or if a search is not possible (`obstacle`).
     """
     if obstacle(situation, plans) is not None:
         return None
@@ -82,10 +82,9 @@ def at_once(situation: Situation, plans: Sequence[PricedPlan]) -> PricedPlan | N
 
 
 def load() -> None:
-    """Read, or compile, the code of a search by running one for a small job, so that the first real search does not
-    wait.
+    """Load or compile the code of the search by searching for a small job, so that the first real search does not wait.
 
-    Takes a second, or several the first time on a machine.
+    Takes a second; several seconds the first time on a machine.
     """
     model = ModelSpec(layers=4, hidden=64, heads=4, kv_groups=4, ffn_hidden=128, vocab=64, sequence=8)
     case = Situation(
@@ -105,17 +104,17 @@ def load() -> None:
 
 
 class Anytime:
-    """Search that starts with the immediate `decision`; equal seeds and numbers of trials give equal results."""
+    """A search that starts from the immediate `decision`. Equal seeds and numbers of trials give equal results."""
 
     def __init__(self, situation: Situation, decision: Decision, seed: int = 0) -> None:
         self._situation, self._instant, self._seed = situation, decision, seed
         self._prices = Prices(situation)
         self._searches: list[Search] = []
-        """The second search is added if no transition to the first one's result has room: it keeps room for the current
-        state."""
+        """One or two searches. The second one starts if some rank lacks memory for the transition to the first one's
+        result; it considers only layouts that leave room for the current state."""
         self._tried, self._looked_at = 0, math.inf
         self.obstacle = _obstacle(situation, [decision.plan])
-        """Why nothing can be searched; None if something can."""
+        """Reason why no search is possible; None if a search is possible."""
         if self.obstacle is None and not self._add():
             self.obstacle = "no replica with ranks at each stage fits"
 
@@ -126,7 +125,7 @@ class Anytime:
         return search is not None
 
     def run(self, trials: int) -> bool:
-        """Try `trials` changes. Return whether a better layout was found."""
+        """Try `trials` changes. Return whether they led to a better layout."""
         is_better, until = False, self._tried + (trials if self._searches else 0)
         while self._tried < until:
             first, search = self._searches[0], self._searches[self._tried // TRIALS_PER_TURN % len(self._searches)]
@@ -140,8 +139,8 @@ class Anytime:
         return is_better
 
     def decision(self) -> Decision:
-        """Return the best decision so far, with its own orders if these pay; the immediate one if no other is
-        better."""
+        """Return the best decision so far: the search's layout, with its own orders if they pay, or else the immediate
+        decision."""
         if not self._searches:
             return self._instant
         present = PricedPlan("the same layout", self._instant.plan, self._instant.seconds)
@@ -163,7 +162,8 @@ class Anytime:
         )
 
     def _migrated(self, name: str, replicas: Sequence[Replica]) -> PricedPlan | None:
-        """Return a plan with micro-batches that pass single stages in other replicas; None if there is no such plan."""
+        """Return the plan in which micro-batches pass single stages in other replicas; None if there is no such
+        plan."""
         with suppress(LayoutError):
             plain = candidate(
                 name, self._situation, self._prices, [self._prices.priced(replica) for replica in replicas]
@@ -187,8 +187,10 @@ def _obstacle(situation: Situation, plans: Sequence[Plan]) -> str | None:
 
 
 def _search(situation: Situation, plans: Sequence[Plan], seed: int = 0, *, beside: bool = False) -> Search | None:
-    """Start a search from the whole replicas of each plan, or from newly assigned ranks; None if these do not fit
-    either."""
+    """Start a search from the replicas without vacant stages of each plan, or from newly distributed ranks.
+
+    None if memory suffices for neither.
+    """
     from resihp.scheduler.search import annealing  # loads numba
 
     starts = [[replica for replica in plan.layout.replicas if not replica.vacant] for plan in plans]
@@ -197,9 +199,10 @@ def _search(situation: Situation, plans: Sequence[Plan], seed: int = 0, *, besid
 
 
 def _found(situation: Situation, search: Search, plans: Sequence[PricedPlan]) -> PricedPlan | None:
-    """Return the best layout of a search that can be reached, with ranks that keep as much of their state as possible.
+    """Return the best layout of a search to which a transition is possible, with ranks that keep as much state as
+    possible.
 
-    It may be one of `plans` if that is as fast with orders of its own. None if no layout can be reached.
+    The result may be one of `plans`, if that plan is as fast with orders of its own. None if no transition is possible.
     """
     best = search.best()
     equally_fast = [
@@ -221,7 +224,8 @@ def _found(situation: Situation, search: Search, plans: Sequence[PricedPlan]) ->
 
 
 def _planned(situation: Situation, name: str, layout: FoundLayout) -> PricedPlan | None:
-    """Return the plan of a layout with its orders; None if memory does not suffice for it, or for the transition."""
+    """Return the plan of a layout with its orders; None if memory does not suffice for the plan or for the
+    transition."""
     if not layout.shares:
         return None
     used = {rank for replica in layout.replicas for rank in replica.ranks}

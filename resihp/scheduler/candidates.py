@@ -1,10 +1,17 @@
-"""The plans that can run on the devices of a job, old and new, and that can be reached by a transition. Pure.
+"""The plans that can run on the available devices, and to which a transition is possible within memory. Pure.
 
-The candidates: progressive, as the paper has it, that is groups first, then layers, then micro-batches, each
-compensating for the imbalance that the previous step could not (`resihp.scheduler.layouts.groups`, `layers`, `shares`);
-going on without the replicas that lost a rank; keeping everything as it is; handing stages that lost all their ranks to
-other replicas (`resihp.scheduler.layouts.vacant_stages`); and, where links are slow, the same stages in other pipelines
-(`resihp.scheduler.layouts.swap_pipelines`). Called by `resihp.scheduler.planner` and `resihp.scheduler.anytime`.
+The candidates are:
+
+- the progressive plan, as in the paper: first groups, then layers, then micro-batches, each step compensating for the
+  imbalance that the previous step left (`resihp.scheduler.layouts.groups`, `layers`, `shares`);
+- the present layout without the replicas that lost a rank;
+- the present layout unchanged;
+- for few devices, the best of all possible layouts (`resihp.scheduler.layouts.exhaustive`);
+- the present layout in which other replicas do the work of stages that lost all their ranks
+  (`resihp.scheduler.layouts.vacant_stages`);
+- if links are slow, the same stages in other pipelines (`resihp.scheduler.layouts.swap_pipelines`).
+
+Called by `resihp.scheduler.planner` and `resihp.scheduler.anytime`.
 """
 
 from __future__ import annotations
@@ -31,18 +38,18 @@ from resihp.scheduler.orders.lanes import overfull
 from resihp.scheduler.situation import Situation
 
 MAX_REPLANNED_DEVICES = 2048
-"""Most devices for which, if the fastest plan cannot be reached, another is looked for although some plan can run."""
+"""Maximum number of devices for which another progressive plan is made if memory does not suffice for the transition to
+the first one, although other plans remain."""
 
 MAX_RELABELLED_GROUPS = 64
-"""Most groups that exchange ranks so that the old state has room beside the new one."""
+"""Maximum number of groups that exchange ranks so that the new state has room beside the old state."""
 
 MAX_SAFETY_SLOWDOWN = 0.02
-"""How much longer an iteration may take if all state then has holders on two nodes, relatively. The loss of a last
-holder costs all training since the last checkpoint."""
+"""Relative increase of the iteration time that is accepted if all state then has holders on two nodes. Losing the only
+holder of some state costs all training since the last checkpoint."""
 
 TIE_TOLERANCE = 0.002
-"""Relative difference below which two predictions count as equal; then the plan that moves the fewest bytes is
-taken."""
+"""Relative difference below which two predictions count as equal; the plan that moves fewer bytes is then preferred."""
 
 
 class PricedPlan(msgspec.Struct, frozen=True):
@@ -54,7 +61,8 @@ class PricedPlan(msgspec.Struct, frozen=True):
 def runnable(situation: Situation, prices: Prices, *, improve: bool = True) -> list[PricedPlan]:
     """Return every plan that can run, at most one of each name. Raises PlanError if there is none.
 
-    `improve`: whether single changes improve the progressive plan; a search does this faster and better.
+    `improve`: whether to improve the progressive plan by single changes. A search, if one follows, does this faster and
+    better.
     """
     makers: list[Callable[[Situation, Prices], PricedPlan]] = [without_lost]
     if not situation.lost and not situation.base.vacant:
@@ -95,10 +103,11 @@ def runnable(situation: Situation, prices: Prices, *, improve: bool = True) -> l
 def all_reachable(
     situation: Situation, prices: Prices, plans: list[PricedPlan], *, improve: bool = True
 ) -> list[PricedPlan]:
-    """Return the plans whose transition every rank has memory for. Raises PlanError if there are none.
+    """Return the plans to which a transition is possible: every rank has memory for it. Raises PlanError if there are
+    none.
 
-    A progressive plan without room for the transition is replaced by one made with room for the old state beside the
-    new one. `improve` as for `runnable`.
+    If memory does not suffice for the transition to the progressive plan, another progressive plan is made that leaves
+    room for the old state. `improve` as for `runnable`.
     """
     reachable_plans: list[PricedPlan] = []
     obstacles: list[str] = []
@@ -120,8 +129,11 @@ def all_reachable(
 
 
 def reachable(situation: Situation, prices: Prices, plan: PricedPlan) -> PricedPlan:
-    """Return the plan, or the same plan with ranks that keep more of their state, if every rank has memory for the
-    transition. Raises PlanError if neither has."""
+    """Return the plan, or the plan with ranks exchanged so that they keep more state, if every rank has memory for the
+    transition.
+
+    Raises PlanError if memory suffices for neither.
+    """
     obstacle = transition_obstacle(situation, plan.plan)
     if obstacle is None:
         return plan
@@ -139,7 +151,7 @@ def reachable(situation: Situation, prices: Prices, plan: PricedPlan) -> PricedP
 def _relabelled(situation: Situation, replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
     """Return the replicas with ranks exchanged so that they keep more of their state.
 
-    Only replicas that change take part; if they are many, nothing is exchanged.
+    Only ranks of changed replicas are exchanged; none if the changed replicas have too many groups.
     """
     before = {id(replica) for replica in situation.base.replicas}
     changed = [d for d, replica in enumerate(replicas) if id(replica) not in before]
@@ -155,7 +167,8 @@ def _relabelled(situation: Situation, replicas: tuple[Replica, ...]) -> tuple[Re
 
 
 def transition_obstacle(situation: Situation, plan: Plan) -> str | None:
-    """Return which rank has no room for its new state beside the old one; None if all have room."""
+    """Return a message about a rank that has no room for its new state beside the old state; None if every rank has
+    room."""
     if situation.memory_bytes is None or situation.fresh:
         return None
     return transition_memory.obstacle(
@@ -170,10 +183,10 @@ def transition_obstacle(situation: Situation, plan: Plan) -> str | None:
 
 
 def best_of(situation: Situation, plans: list[PricedPlan]) -> PricedPlan:
-    """Return the fastest plan, or one that takes up to `MAX_SAFETY_SLOWDOWN` longer and keeps all state on two nodes.
+    """Return the fastest plan, or a plan that keeps all state on two nodes and is at most `MAX_SAFETY_SLOWDOWN` slower.
 
-    Among equally fast plans those come first whose state has more than one holder, then those that move the fewest
-    bytes, then those that change the fewest stages.
+    Among equally fast plans, plans with several holders of all state come first, then plans that move fewer bytes, then
+    plans that change fewer stages.
     """
     fastest = min(plan.seconds for plan in plans)
     if len(plans) > 1:
@@ -197,10 +210,10 @@ def best_of(situation: Situation, plans: list[PricedPlan]) -> PricedPlan:
 def is_held_on_two_nodes(layout: Layout, nodes: Mapping[int, str]) -> bool:
     """Return whether every layer's state survives the loss of any one node.
 
-    It does unless one node has a rank of each stage that holds the layer.
+    A layer's state is lost with a node if every stage that holds the layer has a rank on the node.
     """
     in_common: dict[int, set[str]] = {}
-    """Nodes that hold a part of every copy of a layer, by layer."""
+    """For each layer, the nodes on which every copy of the layer has a part."""
     for replica in layout.replicas:
         for stage in replica.stages:
             where = {nodes[rank] for rank in stage.ranks}
@@ -224,18 +237,18 @@ def without_lost(situation: Situation, prices: Prices) -> PricedPlan:
 
 
 def _one_partition(situation: Situation, prices: Prices) -> PricedPlan:
-    """Return the plan whose layers are partitioned as in the paper, equally for all replicas.
+    """Return the plan with the paper's partition of layers, which is the same for all replicas.
 
-    With tight memory it is sometimes the best plan when no replica can go on unchanged.
+    If memory is tight and no replica can go on unchanged, it is sometimes the best plan.
     """
     replicas = paper_planner.progressive(situation, paper_planner.STEP_NAMES[:2]).plan.layout.replicas
     return candidate("one partition for all", situation, prices, [prices.priced(replica) for replica in replicas])
 
 
 def _progressive(situation: Situation, prices: Prices, *, beside: bool = False, improve: bool = True) -> PricedPlan:
-    """Return the progressive plan; `beside`: with room for the state that ranks hold before the change."""
+    """Return the progressive plan; with `beside`, it leaves room for the state that ranks hold before the change."""
     best = _draft(situation, prices, (), beside, improve)
-    while best.weak is not None:  # its ranks may be more useful elsewhere
+    while best.weak is not None:  # the weak replica's ranks may be more useful elsewhere
         draft = _draft(situation, prices, {*best.given_up, best.weak}, beside, improve)
         if draft.seconds >= best.seconds * (1 - SIGNIFICANT_GAIN):
             break
@@ -247,7 +260,7 @@ def _progressive(situation: Situation, prices: Prices, *, beside: bool = False, 
 
 
 def _crossed(plans: list[PricedPlan], situation: Situation, prices: Prices) -> list[PricedPlan]:
-    """Return plans with the same stages and other neighbours, where slow links join the present ones."""
+    """Return plans with the same stages but other neighbours, if slow links join the present neighbours."""
     plan_of: dict[tuple[Replica, ...], PricedPlan] = {}
     for plan in plans:
         if plan.plan.layout.vacant:
@@ -275,7 +288,8 @@ def _draft(situation: Situation, prices: Prices, given_up: Collection[int], besi
 
 
 def candidate(name: str, situation: Situation, prices: Prices, replicas: list[Priced]) -> PricedPlan:
-    """Return a plan of these replicas, with all other ranks on standby. Raises PlanError if memory does not suffice."""
+    """Return the plan of these replicas, with all other ranks on standby. Raises PlanError if memory does not
+    suffice."""
     if situation.micro_batches < len(replicas):
         raise PlanError(f"{situation.micro_batches} micro-batches an iteration cannot feed {len(replicas)} replicas")
     counts, seconds = prices.iteration(replicas)
@@ -297,7 +311,7 @@ def candidate(name: str, situation: Situation, prices: Prices, replicas: list[Pr
 
 
 def _obstacle(plan: Plan, situation: Situation) -> str:
-    """Return why the predicted time of a plan is infinite."""
+    """Return the reason why the predicted time of a plan is infinite."""
     memory_obstacle = overfull(plan, situation)
     if memory_obstacle is not None:
         return memory_obstacle

@@ -1,10 +1,10 @@
-"""Losses that may come next: each device with work and each node with such devices, grouped into equal kinds. Pure.
+"""Possible next losses: each device with work, and each node with such devices, grouped into equal kinds. Pure.
 
-Two losses are of one kind if the planner sees no difference: devices as fast, in the same stage of replicas with equal
-cuts, equal speeds, and an equal spread over nodes. Losses of state without another holder are found here, too. Nothing
-is decided about the reaction to a loss (`resihp.scheduler.planner`).
+Two losses are of one kind if they make no difference to the planner: equally fast devices, in the same stage of equally
+cut replicas, with equal speeds and an equal distribution over nodes. The module also finds state that has a single
+holder. It never decides how to react to a loss (`resihp.scheduler.planner`).
 
-Called by `resihp.controller.ahead`, which requests plans beforehand and warns, and by `resihp.scheduler.what_if`.
+Called by `resihp.controller.ahead`, which requests plans in advance and warns, and by `resihp.scheduler.what_if`.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ from resihp.parallelism.transfers import Base
 from resihp.scheduler.situation import Situation
 
 MAX_LOSSES = 256
-"""Most losses for which plans are requested under one plan."""
+"""Maximum number of losses for which plans are requested while one plan is in effect."""
 
 Shape = tuple[tuple[tuple[LayerSpan, ...], tuple[Hashable, ...]], ...]
-"""For each stage of a replica: its layers, and for each of its devices every property that makes a difference."""
+"""For each stage of a replica: its layers, and the properties of each of its devices that matter to the planner."""
 
 
 class PossibleLoss(msgspec.Struct, frozen=True):
-    """A loss that may come next."""
+    """A possible next loss: one device, or a node with all its available ranks."""
 
     ranks: tuple[int, ...]
     """Ranks that are lost, in ascending order."""
     node: str | None = None
-    """Node that is lost with all of these; None for a single device."""
+    """Node that is lost with all these ranks; None for the loss of a single device."""
 
 
 def to_ask(situation: Situation) -> tuple[PossibleLoss, ...]:
-    """Return the possible losses of the layout in effect (`base`): all, or one of each kind if there are too many."""
+    """Return the possible losses of the layout in effect (`base`) to plan for.
+
+    These are all of them, or one of each kind if there are more than `MAX_LOSSES`.
+    """
     possible = possible_losses(situation)
     if len(possible) <= MAX_LOSSES:
         return possible
@@ -45,7 +48,8 @@ def to_ask(situation: Situation) -> tuple[PossibleLoss, ...]:
 
 
 def possible_losses(situation: Situation) -> tuple[PossibleLoss, ...]:
-    """Return each device with work, then each node with such devices, with all available ranks there."""
+    """Return one loss for each device with work, then one for each node with such devices: all available ranks on the
+    node."""
     ranks_of_node: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(situation.available):
         ranks_of_node[situation.nodes[rank]].append(rank)
@@ -59,7 +63,7 @@ def possible_losses(situation: Situation) -> tuple[PossibleLoss, ...]:
 
 
 def kinds(possible: Iterable[PossibleLoss], situation: Situation) -> tuple[tuple[PossibleLoss, ...], ...]:
-    """Group equal losses, in order of the first loss of each kind."""
+    """Group equal losses, in the order of the first loss of each kind."""
     nodes = _nodes(situation.base, situation)
     shapes = [_shape(replica, situation, nodes) for replica in situation.base.replicas]
     number_of_shape = {shape: number for number, shape in enumerate(dict.fromkeys(shapes))}
@@ -92,7 +96,10 @@ def sole_holders(layout: Layout, specs: Sequence[ParameterSpec]) -> dict[int, fr
 
 
 def held_alone(holders: Mapping[int, Collection[str]], *, saved: bool = True) -> str:
-    """Describe `sole_holders` in a sentence without a full stop. `saved`: whether checkpoints exist or will be made."""
+    """Describe the result of `sole_holders` in a sentence without a full stop.
+
+    `saved`: whether checkpoints exist or will be made.
+    """
     units = {unit for rank_units in holders.values() for unit in rank_units}
     layers = sorted(int(unit.removeprefix("layer.")) for unit in units if unit.startswith("layer."))
     parts = [f"{'layer' if len(layers) == 1 else 'layers'} {spans(layers)}"] if layers else []
@@ -111,7 +118,7 @@ def held_alone(holders: Mapping[int, Collection[str]], *, saved: bool = True) ->
 
 
 def _nodes(layout: Layout, situation: Situation) -> dict[str, Hashable]:
-    """Return for each node: the number of ranks that work there, the number that could, and its slow links."""
+    """Return, for each node: its number of ranks with work, its number of available ranks, and its slow links."""
     available_count: dict[str, int] = defaultdict(int)
     working_count: dict[str, int] = defaultdict(int)
     slow_links: dict[str, list[tuple[str, float]]] = defaultdict(list)
@@ -126,7 +133,7 @@ def _nodes(layout: Layout, situation: Situation) -> dict[str, Hashable]:
 
 
 def _shape(replica: Replica, situation: Situation, nodes: dict[str, Hashable]) -> Shape:
-    """Return a key that is equal for equal replicas."""
+    """Return a key that is equal for replicas between which the planner sees no difference."""
     order: dict[str, int] = {}
 
     def device(rank: int) -> Hashable:

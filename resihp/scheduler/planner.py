@@ -1,9 +1,10 @@
-"""The best layout and division of work for the devices that a job has left, or has gained. Pure.
+"""The best layout and division of work for the available devices, after a loss or a gain of devices. Pure.
 
-All plans that can run and can be reached (`resihp.scheduler.candidates`) are compared by the predicted time of an
-iteration, then improved by a search of milliseconds (`resihp.scheduler.anytime`). Where no search is possible, the best
-plan is planned again as if it were in effect, and gets orders of its own (`resihp.scheduler.orders.refinement`).
-Whether the transition itself is worth its time, and whether all state still exists, is for the caller to decide.
+The planner compares all plans that can run and to which a transition is possible (`resihp.scheduler.candidates`) by the
+predicted time of an iteration. A search of milliseconds then improves the best plan (`resihp.scheduler.anytime`). If no
+search is possible, the planner replans as if the best plan were in effect, and gives the result orders of its own
+(`resihp.scheduler.orders.refinement`). It never decides whether the transition is worth its cost, and never checks
+whether all state still exists: the caller does.
 
 Called by the controller whenever ranks were lost or joined.
 """
@@ -51,11 +52,12 @@ def first_plan(
     epoch: int = 1,
     most: int | None = None,
 ) -> Plan:
-    """Return Megatron's grid over the ranks of `nodes`, in ascending order; ranks that do not fill a replica stand by.
+    """Return Megatron's grid over the ranks of `nodes`, in ascending order; ranks that do not fill a replica are on
+    standby.
 
-    `most`: how many ranks it may use, the first ones; all if None. `overhead`: the part of a device's `memory_bytes`
-    that is not available for state and activations. Raises LayoutError for a grid that the model, the ranks or the
-    batch do not allow, PlanError if a rank has too little memory.
+    `most`: maximum number of ranks to use, counted from the first; None for all. `overhead`: the part of a device's
+    `memory_bytes` that is not available for state and activations. Raises LayoutError if the model, the ranks or the
+    batch do not allow the grid, PlanError if a rank has too little memory.
     """
     ranks = sorted(nodes)
     dp = len(ranks[:most]) // (tp * pp)
@@ -87,9 +89,9 @@ def first_plan(
 def decide(situation: Situation, *, search: bool = True, enough: float = 0.0) -> Decision:
     """Return the best plan for a situation. Raises PlanError if nothing can run.
 
-    `search`: whether a better plan may be searched for, which loads the code of the search. `enough`: without a search,
-    a plan that takes no longer than this is not improved. Deterministic. Called again with its own layout in effect and
-    nothing else changed, it returns the same or a better plan.
+    `search`: whether the planner may search for a better plan, which loads the code of the search. `enough`: without a
+    search, a plan is not improved if its iteration takes at most this long. Deterministic. If only the layout in effect
+    changes, to the layout of the result, another call returns the same plan or a better one.
     """
     check(situation)
     prices = Prices(situation)
@@ -124,8 +126,9 @@ def decide(situation: Situation, *, search: bool = True, enough: float = 0.0) ->
 
 
 def _rounded(situation: Situation, prices: Prices, chosen: PricedPlan) -> PricedPlan:
-    """Replan from the chosen layout as long as its idle devices make another layout faster."""
-    while len(situation.available) <= MAX_REPLANNED_DEVICES:  # each round is faster than the previous one, or the last
+    """Replan as if the chosen layout were in effect, and repeat this as long as its idle devices make another layout
+    faster."""
+    while len(situation.available) <= MAX_REPLANNED_DEVICES:  # each round but the last is faster
         after = msgspec.structs.replace(situation, base=chosen.plan.layout, stale=())
         better = best_of(after, runnable(after, prices))
         if better.plan.layout == chosen.plan.layout or better.seconds >= chosen.seconds:
@@ -141,13 +144,14 @@ def _rounded(situation: Situation, prices: Prices, chosen: PricedPlan) -> Priced
 
 
 def _refined(situation: Situation, plan: PricedPlan, prices: Prices) -> PricedPlan:
-    """Return the plan with orders of its own, or migrations, if these pay."""
+    """Return the plan with orders of its own or with migrations, if they pay."""
     better = refinement.refined(situation, plan.plan, plan.seconds, prices)
     return PricedPlan(f"{plan.name}, with {better.how}" if better.how else plan.name, better.plan, better.seconds)
 
 
 def without_lost_replicas(situation: Situation) -> Decision:
-    """Return the cautious plan: replicas that lost a rank, or the state of one, are given up, and nothing moves.
+    """Return the cautious plan: replicas with a lost rank, or with a rank that lost its state, are given up; no state
+    moves.
 
     Raises PlanError if no replica is left.
     """

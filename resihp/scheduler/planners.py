@@ -1,6 +1,6 @@
-"""The rules by which a job may be planned: ours, and for comparison the paper's, its first steps, giving replicas up.
+"""The planners by name: ours and, for comparison, the paper's, its first steps alone, and giving up damaged replicas.
 
-Pure. Called by the controller, with the name in the job's settings, and by `resihp plan`.
+Pure. Called by the controller, with the name from the job's settings, and by `resihp plan`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ PLANNER_NAMES: tuple[PlannerName, ...] = get_args(PlannerName)
 
 @dataclass(frozen=True, kw_only=True)
 class NamedPlanner:
-    """Functions of a planner. Jobs start the same way, and have the same cautious plan to fall back on, under all
-    planners."""
+    """The functions of a planner. All planners have the same first plan and the same cautious plan."""
 
     decide: Callable[[Situation], Decision]
     first_plan: Callable[..., Plan] = planner.first_plan
@@ -30,11 +29,11 @@ class NamedPlanner:
 
 
 def named(name: PlannerName) -> NamedPlanner:
-    """Return the planner of this name. Raises ValueError for an unknown name.
+    """Return the planner with this name. Raises ValueError for an unknown name.
 
-    `resihp-paper`: all steps of the paper's rule. `paper-tp`, `paper-tp-pp`: its first step, its first two steps.
-    `drop-replica`: a replica that loses a rank, or has a slow one, is left as it is or given up, and nothing moves: new
-    ranks stand by, and tuned orders of the job are not kept.
+    `resihp`: our planner. `resihp-paper`: all steps of the paper's rule. `paper-tp`, `paper-tp-pp`: its first step, its
+    first two steps. `drop-replica`: a replica that loses a rank is given up, a replica with a slow rank is left as it
+    is, and no state moves; new ranks are on standby, and tuned orders of the job are not kept.
     """
     if name not in PLANNER_NAMES:
         raise ValueError(f"planner {name}: unknown; choose {', '.join(PLANNER_NAMES)}")

@@ -1,6 +1,6 @@
-"""Questions to the planner that are asked ahead of need: their canonical form, their key, and the use of an answer.
+"""Questions that the controller asks the planner in advance: their canonical form, their key, and the use of answers.
 
-The controller asks (`resihp.controller.ahead`), `resihp.scheduler.thinking` answers. Pure.
+`resihp.controller.ahead` asks, `resihp.scheduler.thinking` answers. Pure.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ _decisions = msgspec.msgpack.Decoder(Decision)
 
 
 def canonical(situation: Situation) -> Situation:
-    """Return the question without its epoch, and without nodes and links of ranks that are neither available nor in
-    use."""
+    """Return the question without facts that do not affect the answer: its epoch, and nodes and links of irrelevant
+    ranks.
+
+    A rank is irrelevant if it is neither available nor in the layout in effect.
+    """
     concerned = sorted({*situation.available, *situation.holding.ranks})
     available_nodes = {situation.nodes[rank] for rank in situation.available}
     return msgspec.structs.replace(
@@ -32,15 +35,15 @@ def canonical(situation: Situation) -> Situation:
 
 
 def key_of(question: Situation) -> str:
-    """Return a key that is equal for two canonical situations if and only if they are equal."""
+    """Return a key of a canonical situation; two keys are equal if and only if the situations are equal."""
     return hashlib.blake2b(QUESTION_ENCODER.encode(question), digest_size=16).hexdigest()
 
 
 def answer_for(situation: Situation, encoded: bytes) -> Decision | None:
-    """Return an earlier decision on the same question as a decision for this epoch.
+    """Decode an earlier decision for an equal question, and return it with the epoch of `situation`.
 
-    None if it does not decode or does not fit the situation: it comes from another process, and is checked like all
-    such data.
+    None if it cannot be decoded or does not fit the situation: the answer comes from another process, and is checked
+    like all such data.
     """
     try:
         decision = _decisions.decode(encoded)

@@ -1,8 +1,8 @@
-"""Explains why nothing can run: the constraint that binds, and the changes that would lift it. Pure.
+"""Explains why no plan can run: the constraint that prevents it, and the changes that would remove it. Pure.
 
-Called once every way to plan has failed. The explanation considers the best conceivable case: all ranks in groups as
-large as the job's, in one pipeline, whose stages have as many layers as their memory allows. Called by
-`resihp.scheduler.planner`.
+Called by `resihp.scheduler.planner` once every way to plan has failed. The explanation considers the best possible
+case: all ranks in groups of the job's initial degree, in one pipeline, with as many layers on each stage as its memory
+allows.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from resihp.scheduler.layouts.groups import Group, idle_groups
 from resihp.scheduler.situation import Situation
 
 RESOLUTION_BYTES = 100_000_000
-"""Resolution, in bytes, of the memory per device that is reported as sufficient."""
+"""Resolution, in bytes, of the memory per device that a message names as sufficient."""
 
 
 def reason(situation: Situation) -> str:
-    """Return the reason in words, with ranks and numbers, for a situation in which nothing can run."""
+    """Return a message, with ranks and numbers, that explains why nothing can run in this situation."""
     live = situation.available
     if not live:
         return "no rank is left; bring some back, or restart from a checkpoint"
@@ -38,7 +38,8 @@ def reason(situation: Situation) -> str:
 
 
 def _memory(situation: Situation, groups: tuple[Group, ...], room: int, stages: int) -> str:
-    """Explain that memory binds: how many layers have room, the needs of the tightest stage, and possible remedies."""
+    """Explain that memory is the constraint: the layers that fit, the needs of the tightest stage, and possible
+    remedies."""
     model, tokens = situation.model, situation.tokens
     setups = [situation.stage_setup(s, stages, len(group.ranks), 1) for s, group in enumerate(groups[:stages])]
     limit = situation.room_bytes
@@ -61,7 +62,8 @@ def _memory(situation: Situation, groups: tuple[Group, ...], room: int, stages: 
 
 
 def _most_layers(situation: Situation, groups: tuple[Group, ...], room_bytes: int) -> tuple[int, int]:
-    """Return the most layers that one pipeline of these groups, largest first, has room for, and its stage count."""
+    """Return the most layers that fit into one pipeline of these groups, largest group first, and its number of
+    stages."""
     model, most = situation.model, (0, 1)
     for stages in range(1, min(len(groups), model.layers // situation.chunks) + 1):
         setups = [situation.stage_setup(s, stages, len(group.ranks), 1) for s, group in enumerate(groups[:stages])]
@@ -72,7 +74,8 @@ def _most_layers(situation: Situation, groups: tuple[Group, ...], room_bytes: in
 
 
 def _more_ranks(situation: Situation, groups: tuple[Group, ...]) -> int | None:
-    """Return how many more ranks, in groups as large as the job's, suffice; None if twice as many groups do not."""
+    """Return how many more ranks, in groups of the job's initial degree, suffice; None if twice as many groups do
+    not."""
     assert situation.room_bytes is not None
     whole = Group(tuple(range(situation.tp)))  # only the number of ranks matters
     for count in range(1, len(groups) + 1):
@@ -82,8 +85,7 @@ def _more_ranks(situation: Situation, groups: tuple[Group, ...]) -> int | None:
 
 
 def _enough_bytes(situation: Situation, groups: tuple[Group, ...]) -> int | None:
-    """Return the memory in bytes that each device would need; None if more than ten times the present amount is not
-    enough."""
+    """Return the memory in bytes that each device would need; None if ten times the present memory is not enough."""
     assert situation.memory_bytes is not None
     low, high = situation.memory_bytes, 10 * situation.memory_bytes
 

@@ -1,4 +1,4 @@
-"""Input and output of the planner."""
+"""Input (`Situation`) and output (`Decision`) of the planner."""
 
 from __future__ import annotations
 
@@ -18,72 +18,78 @@ from resihp.scheduler.cost.profile import Profile, layer_units
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):
-    """The available ranks, the holders of state, and the settings that the job was started with."""
+    """The available ranks, the holders of state, and the settings with which the job was started."""
 
     epoch: int
     """Epoch of the plan to be made."""
     base: Layout
-    """The layout in effect, dead ranks included; ranks of mirrors are on standby in it."""
+    """The layout in effect, including dead ranks. Ranks of mirrors are on standby in it."""
     mirrors: tuple[Replica, ...] = ()
-    """Replicas in effect that hold copies of state and compute nothing (`Plan.mirrors`), dead ranks included."""
+    """Replicas in effect that hold copies of state and compute nothing (`Plan.mirrors`), including dead ranks."""
     available: tuple[int, ...]
-    """Live ranks that can work, including ranks without work and ranks that just joined."""
+    """Live ranks that can work, including standby ranks and ranks that just joined."""
     nodes: dict[int, str]
-    """Node of each available rank, and of dead ranks if known."""
+    """Node of each available rank, and of dead ranks where it is known."""
     model: ModelSpec
     micro_batches: int
-    """Micro-batches of the global batch."""
+    """Number of micro-batches of the global batch."""
     tokens: int = 0
-    """Tokens of the longest micro-batch; 0 if unknown."""
+    """Number of tokens of the longest micro-batch; 0 if unknown."""
     tp: int
     pp: int
     chunks: int = 1
     schedule: str = "1f1b"
     sequence_parallel: bool = False
     speeds: dict[int, float] = {}
-    """Normalised throughput of measured ranks; all others count as healthy, 1."""
+    """Normalised throughput of each measured rank, from 0 (stopped) to 1 (healthy). Ranks that are not listed count as
+    1."""
     memory_bytes: int | None = None
-    """Memory of each device; None if unknown, and then memory is not checked."""
+    """Memory of each device in bytes; None if unknown, in which case memory is not checked."""
     overhead: Overhead = NO_OVERHEAD
-    """Part of it that is not available for state and activations."""
+    """Part of `memory_bytes` that is not available for state and activations."""
     zero_1: bool = False
-    """Whether the replicas that a plan keeps share the optimizer's state (`state_bytes_of`)."""
+    """Whether replicas share the optimizer's state (ZeRO, stage 1), so that bytes per parameter depend on their number
+    (`state_bytes_of`)."""
     profile: Profile | None = None
-    """Times of the model; None if nothing was measured, and then those of `layer_units`."""
+    """Times of the model; None if nothing was measured, in which case `layer_units` is used."""
     links: dict[tuple[str, str], float] = {}
-    """Speed of each slow link between two nodes, named in ascending order; 1 is a healthy link's."""
+    """Speed of each slow link between two nodes, relative to a healthy link (1). The nodes are in ascending order."""
     stale: tuple[int, ...] = ()
-    """Available ranks that have lost the state that `base` assigns to them."""
+    """Available ranks that no longer have the state that `base` assigns to them."""
     fresh: bool = False
-    """Whether all state is initialised or loaded from a checkpoint; then no old state is held during the transition."""
+    """Whether all state is initialised or loaded from a checkpoint, so that ranks hold no old state during the
+    transition."""
 
     @property
     def most_stages(self) -> int:
-        """Most stages of a replica: one more than the job was started with, so that a leftover group may take some
-        layers.
+        """Maximum number of stages of a replica: one more than at the start of the job, so that a leftover group may
+        take layers.
 
-        Where memory is unknown, no more than at the start: then layouts change as little as possible.
+        If memory is unknown, or stages have several chunks, the number at the start: then layouts change as little as
+        possible.
         """
         return self.pp + (self.memory_bytes is not None and self.chunks == 1)
 
     @property
     def room_bytes(self) -> int | None:
-        """Memory of each device for state and activations; None if unknown."""
+        """Memory of each device for state and activations, in bytes; None if unknown."""
         return None if self.memory_bytes is None else self.overhead.room(self.memory_bytes)
 
     def speed(self, ranks: tuple[int, ...]) -> float:
-        """Return the speed of a tensor-parallel group, in healthy devices: k * min p."""
+        """Return the speed of a tensor-parallel group of k ranks, in healthy devices: k times the lowest speed of a
+        rank."""
         return len(ranks) * min((self.speeds.get(rank, 1.0) for rank in ranks), default=0.0)
 
     def state_bytes_of(self, replicas: int) -> int | None:
-        """Return the bytes of state per parameter, gradient and optimizer included, if so many replicas hold it.
+        """Return the bytes of state per parameter, including gradient and optimizer, if `replicas` replicas hold the
+        state.
 
-        None: the bytes that the model's precision takes, whatever the number of replicas.
+        None if replicas do not share state: then the model's precision determines the bytes.
         """
         return tensor_bytes.zero_1(replicas) if self.zero_1 else None
 
     def stage_setup(self, stage: int, stages: int, tp: int, replicas: int) -> StageSetup:
-        """Return the facts that decide how much memory a stage needs in a job of so many replicas."""
+        """Return the facts that determine the memory of a stage, in a job of `replicas` replicas."""
         return StageSetup(
             stage=stage,
             stages=stages,
@@ -101,7 +107,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unit(self) -> Literal["layer times", "s"]:
-        """Unit of predicted times, in words."""
+        """Unit of predicted times, for messages."""
         return "layer times" if self.profile is None else "s"
 
     def link(self, sender: tuple[int, ...], receiver: tuple[int, ...]) -> float:
@@ -113,7 +119,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
         return min((self.links.get(pair, 1.0) for pair in pairs), default=1.0)
 
     def transfer_s(self, sender: tuple[int, ...], receiver: tuple[int, ...]) -> float:
-        """Return the seconds of one micro-batch's activations, or of their gradients, from one group to another."""
+        """Return the seconds to send one micro-batch's activations, or their gradients, from one group to another."""
         times = self.times
         if not (times.transfer_s or times.inside_s):
             return 0.0
@@ -123,7 +129,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def holding(self) -> Layout:
-        """The layout in effect with its mirrors: all holders of state."""
+        """The layout in effect including its mirrors: all replicas that hold state."""
         if not self.mirrors:
             return self.base
         mirroring = {rank for replica in self.mirrors for rank in replica.ranks}
@@ -132,14 +138,14 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lost(self) -> frozenset[int]:
-        """Ranks of `base` that are lost."""
+        """Ranks of `base` that are no longer available."""
         return frozenset(self.base.ranks).difference(self.available)
 
 
 def check(situation: Situation) -> None:
-    """Raise PlanError, naming the fault, if a situation is not consistent.
+    """Raise PlanError, naming the fault, if a situation is inconsistent.
 
-    Faults are invalid speeds, unknown ranks, a profile of another model, or a batch without micro-batches.
+    Faults are: invalid speeds, unknown ranks, a profile of another model, a batch without micro-batches.
     """
     for rank, speed in situation.speeds.items():
         if not (math.isfinite(speed) and speed >= 0):
@@ -163,11 +169,12 @@ def check(situation: Situation) -> None:
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan, and the reason for it."""
+    """The chosen plan, its predicted time, and the reason for the choice."""
 
     plan: Plan
     seconds: float
-    """Predicted time of an iteration, in the unit of `Situation.times`."""
+    """Predicted time of an iteration, in the unit of `Situation.times` (seconds, or layer times if nothing was
+    measured)."""
     reason: str
     alternatives: tuple[tuple[str, float], ...] = ()
-    """Other plans by name, each with its prediction."""
+    """(name, predicted time) of the other plans."""

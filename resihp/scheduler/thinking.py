@@ -1,7 +1,7 @@
-"""Answers a question that can wait: decides, searches for as long as the caller says, and checks the plan. Pure.
+"""Answers a question that can wait: decides, searches for as long as the caller allows, and checks the plan. Pure.
 
-`wrapper.supervisor.thinking` runs it in a process of its own, the simulator on its virtual clock. Modules that only ask
-import `resihp.scheduler.questions`, and do not load the code of the search.
+`wrapper.supervisor.thinking` calls it in a separate process, the simulator on its virtual clock. Modules that only ask
+questions import `resihp.scheduler.questions`, which does not load the code of the search.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from resihp.scheduler.anytime import Anytime
 from resihp.scheduler.situation import Decision, Situation
 
 TRIALS_PER_CHECK = 20
-"""Trials of a search between two checks whether it should go on."""
+"""Trials of the search between two calls of `more`."""
 
 
 def think(
@@ -23,9 +23,11 @@ def think(
     check: Callable[[Plan], None],
     more: Callable[[], bool] | None = None,
 ) -> Decision:
-    """Return a checked decision, improved by a search while `more()` is true.
+    """Return a checked decision, improved by a search for as long as `more()` returns true; no search if `more` is
+    None.
 
-    Raises LayoutError if there is no plan, or no plan that passes the check.
+    `decide` makes the first decision; `check` raises LayoutError for a plan that must not be carried out. Raises
+    LayoutError if there is no plan, or no plan passes the check.
     """
     decision = decide(situation)
     if more is not None:

@@ -1,18 +1,19 @@
-"""Whether a transition is worth its cost: now, later or never. Pure: clocks are arguments.
+"""Decides whether a transition is worth its cost: now, later or never. Pure: times are arguments.
 
-It does not decide which plan is best (`resihp.scheduler.planner`); its input is the prediction of the plan in effect
-and of a better one. Four rules, in one formula (`verdict`):
+The module never decides which plan is best (`resihp.scheduler.planner`): its input is the predicted time of the plan in
+effect and of a better plan. `verdict` combines four rules:
 
-- The gain is a share of time, 1 - then / now, over the remaining time: until the job's end, or the end of a slow-down
-  that is expected to pass. A transition must gain more than it costs.
-- The duration of a slow-down is rarely known. Then the transition is made once the slow-down has cost, since its onset,
-  as much as the transition costs: the break-even rule of ski rental (Karlin et al., 1988), at most twice as expensive
-  as knowing the end beforehand, and no deterministic rule does better. Greyhound climbs its ladder of mitigations the
-  same way.
-- A recovery is the same question with the onset of the recovery: the device gets its work back once the contribution
-  that it could have made since then equals the cost, about when an immediate return would have paid for itself.
-- Each recent change of layout for the same device doubles the threshold: however a flickering device behaves in
-  a window of time W, it causes at most log2(W * share / cost) + 2 transitions.
+- The gain is the saved share of time, 1 - then / now, multiplied by the remaining time: until the end of the job, or
+  until the end of a slow-down that is expected to pass. A transition must gain more than it costs.
+- The duration of a slow-down is rarely known. In that case, the transition is made once the slow-down has cost, since
+  its onset, as much as the transition costs. This is the break-even rule of ski rental (Karlin et al., 1988): it costs
+  at most twice as much as knowing the end in advance, and no deterministic rule does better. Greyhound climbs its
+  ladder of mitigations in the same way.
+- A recovery follows the same rule, with the onset of the recovery: the device gets its work back once the work that it
+  could have done since then equals the cost of the transition. By then, an immediate return would just have paid for
+  itself.
+- Each recent change of layout for the same device doubles the threshold. However a flickering device behaves within a
+  time W, it causes at most log2(W * share / cost) + 2 transitions.
 
 Called by the controller, by `resihp plan` and by the simulator.
 """
@@ -29,37 +30,40 @@ from scipy.optimize import least_squares
 from resihp.record.state import ChangeCost
 
 PREDICTION_ERROR = 0.01
-"""Relative error of a comparison of two predictions; a smaller gain is ignored. Errors that both share cancel."""
+"""Relative error of a comparison of two predictions; a smaller gain is ignored. Errors that both predictions share
+cancel."""
 FLICKER_WINDOW_S = 3600.0
-"""Seconds during which a change of layout counts against the next one for the same device."""
+"""Seconds during which a change of layout raises the threshold of the next change for the same device."""
 MAX_DOUBLINGS = 20
 TRANSITION_NOISE = 0.2
-"""Relative scatter of transitions that do the same."""
+"""Relative scatter of the durations of equal transitions."""
 PRIOR_LOG_SCATTER = 1.5
-"""Scatter of the logarithm of a rate that was not measured: a factor of 4.5 either way."""
+"""Standard deviation of the logarithm of a rate that was not measured: a factor of 4.5 in either direction."""
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """Duration of a transition: `fixed_s` + `group_s` for each communicator + `byte_s` for each byte."""
+    """Rates that give the duration of a transition: `fixed_s` + `group_s` per communicator + `byte_s` per byte."""
 
     fixed_s: float = 0.5
-    """Parking, planning, agreement. Ours takes 0.2 s with 8 workers (measured.md); larger jobs take longer to agree."""
+    """Seconds for parking, planning and agreement. We measured 0.2 s with 8 workers (measured.md); larger jobs take
+    longer to agree."""
     group_s: float = 0.15
-    """Seconds per communicator of a rank. ResiHP rebuilds all in less than 2 s (its section 7); a rank has 8 to 12."""
+    """Seconds per communicator of a rank. ResiHP rebuilds all communicators in less than 2 s (its section 7); a rank
+    has 8 to 12."""
     byte_s: float = 1 / 20e9
-    """Seconds per byte over a device's share of the network: 200 Gb/s at 80 %."""
+    """Seconds per byte over a device's share of the network: 200 Gb/s at 80 % efficiency."""
 
 
 DEFAULT_RATES = Rates()
-"""Rates to use where nothing was measured."""
+"""Rates to use if no transition was measured."""
 
 
 class Movement(msgspec.Struct, frozen=True, kw_only=True):
-    """Work of a transition (`resihp.scheduler.cost.layout_change`).
+    """The work of a transition (`resihp.scheduler.cost.layout_change`).
 
-    `total_bytes` is the sum that all ranks receive; `busiest_bytes` passes the busiest rank in one direction, weighted
-    by the slowness of its links (a byte over a healthy link between nodes counts 1). `groups` is the number of
-    communicators that the busiest rank has to build.
+    `total_bytes` is the number of bytes that all ranks receive. `busiest_bytes` is the number of bytes that the busiest
+    rank sends or receives, each byte weighted by the slowness of its link (1 for a healthy link between nodes).
+    `groups` is the number of communicators that the rank with the most communicators has to build.
     """
 
     total_bytes: int = 0
@@ -68,14 +72,15 @@ class Movement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """Cost of a transition, in seconds without training; `seconds` is the sum of the parts."""
+    """Cost of a transition in seconds without training; `seconds` is the sum of its parts."""
 
     total_bytes: int
     groups_s: float
     transfer_s: float
     fixed_s: float
     lost_s: float = 0.0
-    """Work that has to be repeated: half of the iteration that a failure interrupts on average, all of it at most."""
+    """Seconds of work that is repeated: on average half of the iteration that a failure interrupts, at most all of
+    it."""
 
     @property
     def seconds(self) -> float:
@@ -83,31 +88,32 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NO_COST = Cost(total_bytes=0, groups_s=0.0, transfer_s=0.0, fixed_s=0.0)
-"""Cost of leaving everything as it is."""
+"""Cost of keeping the plan in effect."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The decision whether to act, and the numbers behind it, in seconds of training."""
+    """The decision whether to make a transition, and the numbers behind it, in seconds of training."""
 
     go: bool
     reason: str
     cost_s: float
     threshold_s: float
-    """The cost, doubled for each recent change for the same device."""
+    """Seconds that the gain must exceed: the cost, doubled for each recent change for the same device."""
     share: float
-    """Share of time that is saved while the other plan is in effect."""
+    """Share of time that the other plan saves while it is in effect."""
     horizon_s: float
-    """Longest time for which the other plan would be of use; infinite if no end is known."""
+    """Longest time for which the other plan would be useful, in seconds; infinite if no end is known."""
     gain_s: float
-    """Time saved over the horizon, before the cost is subtracted."""
+    """Seconds saved over the horizon, without subtracting the cost."""
     loss_s: float = 0.0
-    """Time lost since the onset because the other plan was not in effect."""
+    """Seconds lost since the onset because the other plan was not in effect."""
     again_in_s: float | None = None
-    """Seconds after which the answer becomes yes if nothing else changes; None if never."""
+    """Seconds after which the decision becomes yes if nothing else changes; 0 if it is yes now, None if it never
+    becomes yes."""
 
 
 def cost(movement: Movement, rates: Rates = DEFAULT_RATES, *, lost_s: float = 0.0) -> Cost:
-    """Return the cost of a transition; `lost_s` is 0 for a transition between two iterations."""
+    """Return the cost of a transition. `lost_s` is 0 for a transition between two iterations."""
     return Cost(
         total_bytes=movement.total_bytes,
         groups_s=movement.groups * rates.group_s,
@@ -118,13 +124,14 @@ def cost(movement: Movement, rates: Rates = DEFAULT_RATES, *, lost_s: float = 0.
 
 
 def calibrated(records: Iterable[ChangeCost], prior: Rates = DEFAULT_RATES) -> Rates:
-    """Return the rates that explain past reconfigurations: positive, robust, and near `prior` without evidence.
+    """Return the rates that explain past reconfigurations. Rates are positive, robust, and near `prior` without
+    evidence.
 
-    Least squares of logarithms, of times and of rates: a record is expected within `TRANSITION_NOISE` of its
-    prediction, a rate within a factor of e^`PRIOR_LOG_SCATTER` of the prior. So a few records suffice if they are
-    clear, and rates that they cannot separate stay as they were. Residuals beyond one deviation count by their size,
-    not its square (Huber): a transition that waited for a dying node does not make all others expensive. Records whose
-    times are not positive and finite are ignored.
+    The method is least squares over logarithms: a record is expected within `TRANSITION_NOISE` of its prediction, a
+    rate within a factor of e^`PRIOR_LOG_SCATTER` of the prior. A few clear records therefore suffice, and rates that
+    the records cannot separate keep their prior values. Residuals beyond one deviation count by their size instead of
+    its square (Huber): one transition that waited for a dying node does not make all others look expensive. Records
+    with times that are not positive and finite are ignored.
     """
     valid_records = [
         r for r in records if 0 < r.seconds < math.inf and 0 <= r.busiest_bytes < math.inf and r.communicators >= 0
@@ -146,7 +153,8 @@ def calibrated(records: Iterable[ChangeCost], prior: Rates = DEFAULT_RATES) -> R
 
 
 def recent(changes_at_s: Sequence[float], now_s: float, window_s: float = FLICKER_WINDOW_S) -> int:
-    """Return how many changes of layout for one device, demotions and promotions, count against the next one."""
+    """Return the number of changes of layout for one device, demotions and promotions, within the last `window_s`
+    seconds."""
     return sum(now_s - window_s < at <= now_s for at in changes_at_s)
 
 
@@ -161,13 +169,16 @@ def verdict(
     changes: int = 0,
     doubt: float = PREDICTION_ERROR,
 ) -> Verdict:
-    """Decide whether to change from a plan whose iteration takes `now_s` to one that takes `then_s`, in any unit.
+    """Decide whether to change from a plan with iterations of `now_s` to a plan with iterations of `then_s`.
 
-    All other times are in seconds. `remaining_s`: until the job's end at the present pace, None if unknown.
-    `duration_s`: how much longer the present state is expected to last; `math.inf` if it does not pass by itself (a
-    lost device), None if unknown (a device that is slow, or has just recovered): then the change waits until the loss
-    over `elapsed_s`, the time since the state began, reaches the cost. `changes`: the number of `recent` ones for the
-    same device. An infinite `now_s` (nothing runs) is worth any price. Raises ValueError for invalid times.
+    `now_s` and `then_s` are in one unit, whatever it is; all other times are in seconds. An infinite `now_s` (nothing
+    runs) is worth any cost.
+
+    `remaining_s`: time until the end of the job at the present pace; None if unknown. `duration_s`: how much longer the
+    present state is expected to last; `math.inf` if it does not pass by itself (a lost device); None if unknown (a
+    device that is slow, or has just recovered). If it is None, the change waits until the loss over `elapsed_s`, the
+    time since the state began, reaches the cost. `changes`: number of `recent` changes for the same device. Raises
+    ValueError for invalid times.
     """
     _check(now_s=now_s, then_s=then_s, elapsed_s=elapsed_s, doubt=doubt)
     for name, value in (("remaining_s", remaining_s), ("duration_s", duration_s)):
@@ -199,7 +210,7 @@ def verdict(
             f"switching costs {price}); worth switching in {again_in_s:.3g} s if it persists"
         )
         if remaining_s is not None and share * (remaining_s - again_in_s) <= threshold_s:
-            again_in_s = None  # too near the job's end by then
+            again_in_s = None  # by then too little time remains
     return Verdict(
         go=go,
         reason=reason,
@@ -223,11 +234,11 @@ def worth_asking(
     joining_s: float,
     doubt: float = PREDICTION_ERROR,
 ) -> Verdict:
-    """Decide whether to request a node with which an iteration takes `then_s`, instead of `now_s` without it.
+    """Decide whether to request a node, with which an iteration takes `then_s` instead of `now_s`.
 
-    The node comes after `wait_s`, which costs nothing (the job goes on), and takes `joining_s` to start its processes,
-    while the job goes on as well; the gain from then on must exceed the cost of the transition that includes the node.
-    `remaining_s` as for `verdict`.
+    The node arrives after `wait_s` and needs `joining_s` to start its processes. Both cost nothing, because the job
+    goes on. The gain after that must exceed the cost of the transition that includes the node. `remaining_s` as for
+    `verdict`.
     """
     _check(wait_s=wait_s, joining_s=joining_s)
     if math.isinf(now_s) and math.isfinite(then_s):
@@ -239,9 +250,9 @@ def worth_asking(
 
 
 def pays_back_s(cost: Cost, now_s: float, then_s: float) -> float:
-    """Return the time under the better plan after which a transition has paid for itself.
+    """Return the time under the better plan after which a transition has paid for itself, in seconds.
 
-    Infinite if it never has, 0 if nothing runs at present.
+    Infinite if it never does, 0 if nothing runs at present.
     """
     _check(now_s=now_s, then_s=then_s)
     if math.isinf(now_s) and math.isfinite(then_s):

@@ -1,7 +1,7 @@
-"""Time of the gradient sums that remains after a replica's last backward. Pure.
+"""Time of the gradient sums that continue after a replica's last backward pass. Pure.
 
-The sums begin inside that backward (`resihp.pipeline.parts`): little remains where computing takes longer than they do.
-Called by `resihp.scheduler.cost.prices`.
+Sums begin during the last backward pass (`resihp.pipeline.parts`): if computing takes longer than the sums, little of
+them remains after it. Called by `resihp.scheduler.cost.prices`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from resihp.pipeline.parts import MAX_PARTS
 from resihp.scheduler.situation import Situation
 
 GRADIENT_BYTES = 4
-"""Bytes of a gradient per parameter: sums are of 32 bits."""
+"""Bytes of a gradient per parameter: sums are in 32 bits."""
 BUCKET_BYTES = 32 << 20
 """Bytes of gradients that are summed at once (`resihp.pipeline.program.buckets`)."""
 
@@ -21,14 +21,16 @@ BUCKET_BYTES = 32 << 20
 def exposed_s(
     replica: Replica, speeds: Sequence[float], situation: Situation, links: Sequence[float] | None = None
 ) -> float:
-    """Return the seconds after the end of a replica's last work at which all its stages have summed their gradients.
+    """Return the seconds between the end of a replica's last work and the moment at which all its stages have summed
+    their gradients.
 
-    Like the executor (`resihp.pipeline.parts`, measured by `benchmarks/overlap.py`), the model cuts the work that
-    completes a stage's gradients into P equal parts, and the sum of each part begins when the part is done, one after
-    the other. Of sums that take G during work that takes B, max(G / P, G - B (P - 1) / P) remains at its end. A stage's
-    last backward ends before that of the stages before it begins, unless W is separate; sums done by then do not count.
-    The estimate is cautious where it is rough: sums of a stage with several chunks overlap with the work of the last
-    chunk only. Sums of the embedding and the head are not counted.
+    The model is the executor's behaviour (`resihp.pipeline.parts`, measured by `benchmarks/overlap.py`). The work that
+    completes a stage's gradients is cut into P equal parts; the sum of each part begins when the part is done, one sum
+    after another. If the sums take G and the work takes B, then max(G / P, G - B (P - 1) / P) of the sums remains at
+    the end of the work. Unless W is separate, a stage's last backward ends before the last backward of the stage before
+    it begins, and sums that are done by the end of the replica's work do not count. Where the estimate is rough, it is
+    too high rather than too low: sums of a stage with several chunks overlap only with the work of the last chunk. Sums
+    of the embedding and of the head are not counted.
     """
     times, split = situation.times, situation.schedule == "zero-bubble"
     layer_bytes = GRADIENT_BYTES * situation.model.parameters_per_layer
@@ -50,7 +52,7 @@ def exposed_s(
 
 
 def peer_links(replica: Replica, replicas: Sequence[Replica], situation: Situation) -> tuple[float, ...]:
-    """Return for each stage the speed of its slowest link to a stage of another replica that holds some of its
+    """Return, for each stage, the speed of its slowest link to a stage of another replica that holds some of the same
     layers."""
     speeds = []
     for stage in replica.stages:

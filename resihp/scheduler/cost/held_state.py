@@ -1,6 +1,6 @@
 """The part of the model's state that each rank holds under a layout. Pure.
 
-Called by all code that counts bytes: of a transition (`prices`, `labels`), and of memory during it
+Called by all code that counts bytes: for a transition (`prices`, `labels`), and for memory during it
 (`transition_memory`).
 """
 
@@ -14,7 +14,7 @@ from resihp.parallelism.layout import LayerSpan, Replica
 
 
 class HeldState(msgspec.Struct, frozen=True):
-    """Share of the model's state held by index `t` of a group of `tp`: chunks of layers, and units outside the
+    """State held by rank `t` of a group of `tp`: its share of the layers of `chunks`, and of the `units` outside the
     layers."""
 
     chunks: tuple[LayerSpan, ...]
@@ -28,7 +28,7 @@ class HeldState(msgspec.Struct, frozen=True):
 
 
 def holdings(replicas: Iterable[Replica]) -> Iterator[tuple[int, HeldState]]:
-    """Yield each rank of these replicas with the state that it holds."""
+    """Yield (rank, state that it holds) for each rank of these replicas."""
     for replica in replicas:
         for s, stage in enumerate(replica.stages):
             units = units_outside(replica, s)
@@ -37,7 +37,7 @@ def holdings(replicas: Iterable[Replica]) -> Iterator[tuple[int, HeldState]]:
 
 
 def units_outside(replica: Replica, stage: int) -> frozenset[str]:
-    """Return the units that a stage holds besides its layers."""
+    """Return the units outside the layers that a stage holds: "embedding", "final", "head"."""
     virtual = replica.virtual_stages
     first = {"embedding"} if stage == virtual[0][0] else set()
     return frozenset(first | ({"final", "head"} if stage == virtual[-1][0] else set()))

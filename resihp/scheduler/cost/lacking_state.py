@@ -1,7 +1,8 @@
 """Bytes that ranks would have to receive to hold the state of a layout. Pure.
 
-Counts what a rank lacks of a state, from the state that it holds. Never lists moves (`resihp.parallelism.transfers`),
-and never notices that state is lost. Called by the planner and its searches, to compare layouts.
+The module compares the state that a rank needs with the state that it holds. It never lists transfers
+(`resihp.parallelism.transfers`), and does not notice lost state. Called by the planner and its searches, to compare
+layouts.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from resihp.scheduler.situation import Situation
 
 
 class Lacking:
-    """Bytes that a rank would have to receive to hold a given state; each case is computed once.
+    """Computes the bytes that ranks would have to receive to hold given states; each case is computed once.
 
-    Raises nothing: loss of state is not noticed here (`resihp.parallelism.transfers.missing`).
+    It never raises for lost state, which it does not notice (`resihp.parallelism.transfers.missing`).
     """
 
     def __init__(self, situation: Situation, element: int = 4) -> None:
@@ -46,7 +47,7 @@ class Lacking:
         part = np.array([scale // state.tp for state in seats])
         low, high = (np.array([(state.t + i) * scale // state.tp for state in seats]) for i in (0, 1))
         first, last = (np.array([(state.t + i) * scale // state.tp for state in old_states])[:, None] for i in (0, 1))
-        missing_part = part - np.maximum(0, np.minimum(last, high) - np.maximum(first, low))  # of what both cut
+        missing_part = part - np.maximum(0, np.minimum(last, high) - np.maximum(first, low))  # of cut parameters
         wanted = self._spans(seats)
         kept = self._spans(old_states) @ wanted.T
         whole_elements, cut_elements = (
@@ -64,7 +65,7 @@ class Lacking:
         return bytes_of
 
     def _spans(self, holdings: Sequence[HeldState]) -> npt.NDArray[np.int64]:
-        """Return (holdings, layers): 1 for each layer that a holding contains."""
+        """Return a table (holdings, layers) with 1 for each layer that a holding contains, else 0."""
         table = np.zeros((len(holdings), self._layers), np.int64)
         for row, state in zip(table, holdings, strict=True):
             for first, last in state.chunks:
@@ -72,7 +73,7 @@ class Lacking:
         return table
 
     def total(self, layout: Layout) -> int:
-        """Return the bytes for all ranks of a layout."""
+        """Return the bytes that all ranks of a layout together would have to receive."""
         parts: dict[int, int] = {}  # numerators by denominator: nearly all are whole numbers, which add up fast
         for rank, now in holdings(layout.replicas):
             lacking = self._of(rank, now)
@@ -80,7 +81,8 @@ class Lacking:
         return int(sum(Fraction(n, d) for d, n in parts.items())) * self._each
 
     def _of(self, rank: int, now: HeldState) -> Fraction:
-        """Return the elements of one tensor of each parameter."""
+        """Return the elements that a rank would have to receive, counting one tensor (value or moment) per
+        parameter."""
         case = self._before.get(rank), now
         elements = self._known.get(case)
         if elements is None:
@@ -103,17 +105,17 @@ class Lacking:
 
 
 def bytes_to_move(situation: Situation, layout: Layout, element: int = 4) -> int:
-    """Return the bytes that all ranks of `layout` need and do not hold.
+    """Return the bytes of state that the ranks of `layout` need and do not hold, in total.
 
-    They equal the bytes of `resihp.parallelism.transfers.moves`, without the list of moves.
+    The result equals the bytes of `resihp.parallelism.transfers.moves`, which this function does not list.
     """
     return Lacking(situation, element).total(layout)
 
 
 def _lacking(spec: ParameterSpec, now: HeldState, shared: Fraction | None) -> Fraction:
-    """Return the elements of a parameter that a rank needs.
+    """Return the elements of a parameter that a rank needs and does not hold.
 
-    `shared` is the part that it already has, None if it has none.
+    `shared` is the part of the parameter that the rank holds already; None if it holds none.
     """
     if spec.axis is None:
         return Fraction(spec.elements if shared is None else 0)

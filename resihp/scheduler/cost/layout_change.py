@@ -1,8 +1,8 @@
-"""Work of a transition between two layouts: bytes in total and over the busiest link, and communicators. Pure.
+"""Work of a transition between two layouts: bytes in total, bytes of the busiest rank, and communicators. Pure.
 
-Bytes are those of `resihp.parallelism.transfers`, the single definition of the transfers. It is called here for whole
-layers instead of single parameters, and, in a large job, only for replicas that change and enough others to serve them:
-which of many equal holders sends affects balance, not bytes.
+The transfers are defined by `resihp.parallelism.transfers` alone. Here it is called for whole layers instead of single
+parameters. In a large job, it is called only for replicas that change and for enough others to send them state: the
+choice among equal senders affects balance, not bytes.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ from resihp.scheduler.situation import Situation
 from resihp.scheduler.transition_cost import Movement
 
 INSIDE_WEIGHT = 1 / 12
-"""Weight of a byte within a node, in bytes between nodes: NVLink to a 200 or 400 Gb/s adapter
+"""Weight of a byte within a node, relative to a byte between nodes: NVLink compared with a 200 or 400 Gb/s adapter
 (`resihp.scheduler.what_if.catalogue`)."""
 MAX_FULLY_COMPARED_REPLICAS = 8
-"""Most replicas of a job in which all of them are considered."""
+"""Maximum number of replicas of a job for which all replicas are considered as senders."""
 SENDERS_PER_REPLICA = 3
-"""Senders of the state that one replica lacks, in a larger job. More make no difference: receiving takes longest."""
+"""Number of replicas that may send the state that one replica lacks, in a larger job. More make no difference, because
+receiving takes longest."""
 
 
 def movement(
     situation: Situation, layout: Layout, *, inside_weight: float = INSIDE_WEIGHT, element: int = 4
 ) -> Movement:
-    """Return the work of a transition from a situation's base to `layout`. Communicators are all new in any case.
+    """Return the work of the transition from a situation's base to `layout`. All communicators count as new.
 
-    `element`: bytes of a number of state, of which a parameter has three (its value, of 32 bits also under mixed
-    precision, and two moments). Raises LayoutError naming state that no rank holds any more.
+    `inside_weight`: weight of a byte within a node. `element`: bytes of a number of state; a parameter has three (its
+    value, which is float32 also under mixed precision, and two moments). Raises LayoutError, naming state that no rank
+    holds any more.
     """
     survivors = set(situation.available).difference(situation.stale)
     if layout.replicas == situation.holding.replicas and survivors.issuperset(layout.active):
@@ -61,7 +63,7 @@ def movement(
 
 
 def state_bytes(model: ModelSpec, layout: Layout, element: int = 4) -> tuple[int, int]:
-    """Return the state of all ranks of a layout, and of the rank that holds most: the bytes read from a checkpoint."""
+    """Return the bytes read from a checkpoint: by all ranks of a layout together, and by the rank that reads most."""
     specs = _blocks(model)
     bytes_of_rank: defaultdict[int, int] = defaultdict(int)
     for replica in layout.replicas:
@@ -77,11 +79,12 @@ def state_bytes(model: ModelSpec, layout: Layout, element: int = 4) -> tuple[int
 
 
 def communicators(layout: Layout) -> int:
-    """Return the most communicators that any rank has to build: all are new after a transition.
+    """Return the number of communicators that the rank with most of them has to build; all are new after a transition.
 
-    A rank has one of all ranks, one of its stage, one for each rank of other stages that it sends to or receives from,
-    forward and backward, and one for each other set of ranks that sum the same gradients. Equal to the result of
-    `resihp.pipeline.program.memberships`, but without the programs: plans whose micro-batches migrate have a few more.
+    A rank has one communicator of all ranks, one of its stage, one for each direction and each rank of another stage
+    that it exchanges activations with, and one for each further set of ranks with which it sums gradients. The result
+    equals that of `resihp.pipeline.program.memberships`, but needs no programs. Plans with migrations have a few
+    communicators more.
     """
     stages_of_layer: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for d, replica in enumerate(layout.replicas):
@@ -108,7 +111,8 @@ def communicators(layout: Layout) -> int:
 
 
 def _pairs(replica: Replica) -> defaultdict[int, int]:
-    """Return for each rank the number of peers in its replica that it sends to or receives from, by direction."""
+    """Return, for each rank, the number of peers in its replica with which it exchanges activations, counted per
+    direction."""
     edges: set[tuple[str, int, int]] = set()
     path = [replica.stages[s] for s, _ in replica.virtual_stages]
     for a, b in itertools.pairwise(path):
@@ -127,10 +131,10 @@ def _pairs(replica: Replica) -> defaultdict[int, int]:
 def _asked(
     situation: Situation, layout: Layout, survivors: set[int]
 ) -> Iterator[tuple[tuple[Replica, ...], tuple[Replica, ...]]]:
-    """Yield the replicas of `layout` that change, with replicas of the base that can send the state that they lack.
+    """Yield replicas of `layout` that change, with replicas of the base that can send the state that they lack.
 
-    All together in a small job; in a large job one at a time, with the replicas that its ranks were in, and with
-    `SENDERS_PER_REPLICA` whole replicas, the nearest first and in rotation.
+    In a small job: all of them together. In a large job: one changed replica at a time, with the replicas in which its
+    ranks were, and with `SENDERS_PER_REPLICA` complete surviving replicas, nearest first and in rotation.
     """
     base = situation.holding.replicas
     before = {replica for replica in base if survivors.issuperset(replica.ranks)}
@@ -149,14 +153,17 @@ def _asked(
 
 
 def _sort_nearest_first(situation: Situation, replicas: list[Replica], ranks: set[int]) -> None:
-    """Sort replicas by the number of nodes that they share with `ranks`, most first."""
+    """Sort replicas by the number of nodes that they share with `ranks`, most shared nodes first."""
     target_nodes = {situation.nodes[rank] for rank in ranks}
     replicas.sort(key=lambda replica: -len(target_nodes.intersection(situation.nodes[rank] for rank in replica.ranks)))
 
 
 def _blocks(model: ModelSpec) -> tuple[ParameterSpec, ...]:
-    """Return a layer's parameters as a single one that can be cut in the same ways, and the units outside the
-    layers."""
+    """Return one parameter for each layer, which stands for all of the layer's parameters, and the parameters outside
+    the layers.
+
+    The one parameter of a layer can be cut by the same degrees as the real ones.
+    """
     elements = sum(spec.elements for spec in layer_outline(model, 0))
     rows = model.kv_groups  # every degree divides them
     outside = outline(msgspec.structs.replace(model, layers=0))

@@ -1,8 +1,8 @@
-"""Bytes that a rank needs under a plan, and whether it has them. Pure; an estimate, never a measurement.
+"""Bytes that a rank needs under a plan, and whether its device has them. Pure; an estimate, never a measurement.
 
-`tensor_bytes` says how large state and activations are, `device_memory` the memory of CUDA, NCCL and gaps,
-`transition_memory` the second copy of state during a transition. Never says what a device has: callers do. Called by
-the planner, and by the executor before it agrees to a plan.
+`tensor_bytes` gives the sizes of state and activations, `device_memory` the memory of CUDA, NCCL and gaps,
+`transition_memory` the second copy of state during a transition. The module never knows the memory of a device: callers
+pass it. Called by the planner, and by the executor before it agrees to a plan.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from resihp.scheduler.cost.tensor_bytes import (
 
 
 class StageSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts that decide how much memory a stage needs, apart from the number of its layers."""
+    """Facts that determine the memory of a stage, except for its number of layers."""
 
     stage: int
     stages: int
@@ -38,11 +38,12 @@ class StageSetup(msgspec.Struct, frozen=True, kw_only=True):
     micro_batches: int = 1
     sequence_parallel: bool = False
     state_bytes: int | None = None
-    """Bytes of state per parameter; None: those of the model's precision."""
+    """Bytes of state per parameter; None for those of the model's precision."""
 
 
 def sharing(layout: Layout) -> int:
-    """Return how many replicas can share the optimizer's state: the holders of the layer with the fewest holders."""
+    """Return how many replicas can share the optimizer's state: the number of holders of the layer with the fewest
+    holders."""
     if not layout.vacant:
         return len(layout.replicas)
     holders = Counter(
@@ -52,9 +53,10 @@ def sharing(layout: Layout) -> int:
 
 
 def needed_bytes(plan: Plan, rank: int, model: ModelSpec, tokens: int, *, state_bytes: int | None = None) -> int:
-    """Return the bytes of state and of the most activations alive at once; 0 for a rank without work.
+    """Return the bytes of state plus the peak of live activations of a rank; 0 for a rank without work.
 
-    `tokens` is the length of the longest micro-batch; 0 if unknown, and then activations do not count.
+    `tokens` is the length of the longest micro-batch; 0 if unknown, in which case activations are not counted.
+    `state_bytes`: bytes of state per parameter; None for those of the model's precision.
     """
     place = plan.layout.place(rank)
     if place is None:
@@ -80,7 +82,10 @@ def obstacle(
     state_bytes: int | None = None,
     overhead: Overhead = NO_OVERHEAD,
 ) -> str | None:
-    """Return which rank most exceeds its device's `memory_bytes`, and by which parts; None if all ranks fit."""
+    """Return a message about the rank that most exceeds its device's `memory_bytes`, with its needs by part.
+
+    None if all ranks fit.
+    """
     needed, rank = most_needed(plan, model, tokens, state_bytes=state_bytes)
     if needed <= overhead.room(memory_bytes):
         return None
@@ -88,7 +93,7 @@ def obstacle(
 
 
 def most_needed(plan: Plan, model: ModelSpec, tokens: int, *, state_bytes: int | None = None) -> tuple[int, int]:
-    """Return the bytes of state and activations of the fullest rank, and the rank."""
+    """Return the bytes of state and activations of the rank that needs most, and the rank."""
     plan = _one_of_each_kind(plan)
     orders = orders_of(plan) if tokens else ()
     needs_of_ranks: list[tuple[int, int]] = []
@@ -104,9 +109,9 @@ def most_needed(plan: Plan, model: ModelSpec, tokens: int, *, state_bytes: int |
 
 
 def _one_of_each_kind(plan: Plan) -> Plan:
-    """Return the plan with the first replica of each kind with equal needs, since thousands are equal.
+    """Return the plan with only the first replica of each kind, because thousands of replicas may have equal needs.
 
-    A plan with its own orders, migrations or vacant stages is returned whole.
+    A plan with its own orders, migrations or vacant stages is returned unchanged.
     """
     if plan.orders or plan.migrations or plan.layout.vacant or not plan.assignment:
         return plan
@@ -131,7 +136,7 @@ def lacking(
     state_bytes: int | None,
     overhead: Overhead,
 ) -> str:
-    """Describe that a rank needs more memory than its device has, part by part.
+    """Describe, part by part, the memory of a rank that needs more than its device has.
 
     `needed`: bytes of state and activations.
     """
@@ -143,7 +148,7 @@ def lacking(
 
 
 def expected(plan: Plan, rank: int, model: ModelSpec, tokens: int, overhead: Overhead = NO_OVERHEAD) -> str:
-    """Describe the memory that a rank needs, and remedies if a device has less; `tokens` is known."""
+    """Describe the memory that a rank needs, and remedies if its device has less. `tokens` must be known."""
     state, whole = (needed_bytes(plan, rank, model, longest) for longest in (0, tokens))
     uncounted = "" if overhead.parts else "memory of libraries, communication and gaps is not counted; "
     return (
@@ -154,7 +159,8 @@ def expected(plan: Plan, rank: int, model: ModelSpec, tokens: int, overhead: Ove
 
 
 def capacity(model: ModelSpec, setup: StageSetup, memory_bytes: int, tokens: int) -> int:
-    """Return the most layers that a stage can hold; approximate with several chunks, as their sizes may differ."""
+    """Return the most layers that a stage has memory for; approximate with several chunks, because their sizes may
+    differ."""
     first, last = setup.stage == 0, setup.stage == setup.stages - 1
     state_bytes = bytes_per_parameter(model, setup.state_bytes)
     fixed = state_bytes * outside_elements(model, first, last, setup.tp)
@@ -167,7 +173,7 @@ def capacity(model: ModelSpec, setup: StageSetup, memory_bytes: int, tokens: int
 
 
 def layer_bytes(model: ModelSpec, setup: StageSetup, tokens: int) -> tuple[int, int]:
-    """Return the bytes of each layer of a stage: state, and the activations of all micro-batches alive at once."""
+    """Return the bytes of each layer of a stage: its state, and the activations of all micro-batches alive at once."""
     state, per_micro_batch = bytes_of_layer(model, setup.tp, setup.sequence_parallel, tokens, setup.state_bytes)
     alive = _most_alive(setup.schedule, setup.stage, setup.stages, setup.chunks, setup.micro_batches)
     return state, -(-alive * per_micro_batch // setup.chunks)
@@ -184,9 +190,9 @@ def fits(
     sequence_parallel: bool = False,
     state_bytes: int | None = None,
 ) -> bool:
-    """Return whether every stage of a replica has memory for so many micro-batches, in the order of a schedule.
+    """Return whether every stage of a replica has memory for `micro_batches` micro-batches, in the order of `schedule`.
 
-    A stage without ranks has no memory.
+    False for a replica with a vacant stage; True if `memory_bytes` is None (unknown).
     """
     if memory_bytes is None:
         return True
@@ -222,7 +228,7 @@ def most_alive(
     sequence_parallel: bool = False,
     state_bytes: int | None = None,
 ) -> tuple[float, ...]:
-    """Return for each stage the number of micro-batches whose activations it can keep at once; infinite if unknown."""
+    """Return, for each stage, how many micro-batches' activations fit into its memory at once; infinite if unknown."""
     virtual = replica.virtual_stages
     return tuple(
         alive(
@@ -252,7 +258,10 @@ def alive(
     sequence_parallel: bool = False,
     state_bytes: int | None = None,
 ) -> float:
-    """Return the number of micro-batches whose activations a stage of so many layers can keep; infinite if unknown."""
+    """Return how many micro-batches' activations fit at once into the memory of a stage of `layers` layers.
+
+    Infinite if the memory or the number of tokens is unknown.
+    """
     if memory_bytes is None or not tokens:
         return float("inf")
     inside, per_layer = bytes_of_layer(model, tp, sequence_parallel, tokens, state_bytes)
@@ -265,7 +274,7 @@ def alive(
 def _orders_alone(
     schedule: str, virtual: tuple[tuple[int, int], ...], stages: int, micro_batches: int
 ) -> tuple[Order, ...]:
-    """Return the orders of a replica that has the job for itself."""
+    """Return the orders of one replica, as in a job without other replicas."""
     spans: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
     for v, (s, _) in enumerate(virtual):
         spans[s].append((v, v))
@@ -274,9 +283,10 @@ def _orders_alone(
 
 
 def smallest_degree(model: ModelSpec, setup: StageSetup, memory_bytes: int | None, tokens: int) -> int:
-    """Return k_min of Eq. 3: the smallest degree at which a stage holds a layer in each chunk.
+    """Return k_min of Eq. 3: the smallest tensor-parallel degree at which a stage has memory for one layer in each
+    chunk.
 
-    Degrees are powers of two and `post.tp`; the result is `post.tp` + 1 if there is none.
+    The degrees tried are powers of two and `setup.tp`. The result is `setup.tp` + 1 if none suffices.
     """
     if memory_bytes is None:
         return 1
@@ -310,7 +320,7 @@ def _stage_bytes(
 
 
 def _peak(order: Order, sizes: list[int]) -> int:
-    """Return the most bytes alive at once; F allocates `sizes[chunk]`, and its W, or its B without a W, frees it."""
+    """Return the most bytes alive at once. F allocates `sizes[chunk]`; the W, or the B if it has no W, frees it."""
     split = {(p.micro_batch, p.chunk) for p in order if p.kind == "W"}
     alive = most = 0
     for p in order:
@@ -324,7 +334,10 @@ def _peak(order: Order, sizes: list[int]) -> int:
 
 @lru_cache(maxsize=4096)
 def _most_alive(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int) -> int:
-    """Return the chunks of micro-batches that a stage keeps at once, which soon stops growing with their number."""
+    """Return the most chunks of micro-batches that a stage keeps alive at once.
+
+    From a certain number of micro-batches on, it no longer grows, so at most that many are played.
+    """
     count = min(micro_batches, 2 * stages * chunks)
     spans = tuple(tuple((c * stages + s, c * stages + s) for c in range(chunks)) for s in range(stages))
     layout = Layout((Replica(tuple(Stage((s,), spans[s]) for s in range(stages))),))

@@ -1,9 +1,9 @@
-"""Price of a layout: predicted time of an iteration. Pure.
+"""Price of a layout: the predicted time of an iteration. Pure.
 
-Times are those of `resihp.pipeline.timeline`: a chunk takes the time of its layers (`Situation.times`) divided by the
-speed of its group, a transfer between two nodes the time of their slowest link; gradients are summed during the last
-backward, and the remaining sums after it. Replicas that exchange no micro-batches wait for each other only at the end,
-so each is played alone, and equal ones once.
+Times come from `resihp.pipeline.timeline`. A chunk takes the time of its layers (`Situation.times`) divided by the
+speed of its group; a transfer between two nodes takes the time of their slowest link. Gradients are summed during the
+last backward pass, and the remaining sums after it. Replicas that exchange no micro-batches wait for each other only at
+the end of the iteration, so each replica is played alone, and equal replicas are played once.
 """
 
 from __future__ import annotations
@@ -30,34 +30,35 @@ from resihp.scheduler.layouts.layers import Chunks
 from resihp.scheduler.situation import Situation
 
 Shape = tuple[tuple[Times, ...], ...]
-"""Times of each chunk of each stage of a replica."""
+"""Times of each chunk of each stage of a replica: [stage][chunk]."""
 
 
 MIN_BATCHED_PIPELINES = 4
-"""Fewest pipelines that are played together; fewer are played one by one."""
+"""Minimum number of pipelines that are played together; fewer are played one by one."""
 
 
 class Priced(msgspec.Struct, frozen=True):
-    """A replica with the facts that decide its time."""
+    """A replica with the facts that determine its time."""
 
     replica: Replica
     shape: Shape
     late: tuple[tuple[float, ...], ...] = ()
-    """Seconds from each stage to each other one; empty if transfers take no time."""
+    """Seconds of a transfer from each stage to each other stage: [sender][receiver]; empty if transfers take no
+    time."""
 
     @property
     def slowest(self) -> float:
-        """Time of its slowest stage for one micro-batch."""
+        """Seconds of the slowest stage for one micro-batch."""
         return max(sum(times.total for times in chunks) for chunks in self.shape)
 
     @property
     def pace(self) -> shares.Seconds:
-        """A rough time, for a first guess."""
+        """Rough time of the replica as a function of its number of micro-batches, for a first guess."""
         return shares.estimate(len(self.shape), self.slowest)
 
 
 class Prices:
-    """Prices of one situation; remembers every replica that it has played."""
+    """Prices of the replicas of one situation; each replica is played once."""
 
     def __init__(self, situation: Situation) -> None:
         self._situation = situation
@@ -65,7 +66,7 @@ class Prices:
         self._clocks: dict[object, _Clock] = {}
         self._played: defaultdict[object, dict[int, float]] = defaultdict(dict)
         self._priced: dict[int, Priced] = {}
-        """By identity of the replica, which it keeps alive."""
+        """Priced replicas by the identity of the replica; the entry keeps the replica alive."""
         self._exposed: dict[int, float] = {}
 
     def priced(self, replica: Replica) -> Priced:
@@ -91,12 +92,14 @@ class Prices:
         return Priced(replica, *shape_and_delays)
 
     def seconds(self, priced: Priced, micro_batches: int, replicas: int) -> float:
-        """Return the played time of one replica, of so many in all, for so many micro-batches."""
+        """Return the played time of a replica for `micro_batches` micro-batches, in a layout of `replicas` replicas."""
         return self._clock(priced, replicas)(micro_batches)
 
     def shapes_seconds(self, shapes: Sequence[Sequence[Times]], micro_batches: int) -> list[float]:
-        """Return the times of pipelines with equally many stages, one chunk each, without transfers; played
-        together."""
+        """Return the times of several pipelines with equally many stages, one chunk a stage, and no transfer times.
+
+        The pipelines are played together.
+        """
         if not shapes:
             return []
         schedule = self._situation.schedule
@@ -114,10 +117,10 @@ class Prices:
     def pipelines_seconds(
         self, speeds: Sequence[float], counts: Sequence[tuple[int, ...]], late: Sequence[float], micro_batches: int
     ) -> list[float]:
-        """Return the times of pipelines of stages with these speeds and one chunk each.
+        """Return the times of several pipelines with one chunk a stage, on stages of the given speeds.
 
-        `counts`: the layers of each stage, one entry for each pipeline; `late`: seconds from each stage to the next,
-        and back.
+        `counts`: for each pipeline, the number of layers of each stage. `late`: seconds of a transfer from each stage
+        to the next, and back.
         """
         compiled, slots, edges = _compiled(
             self._situation.schedule, tuple(((s, s),) for s in range(len(speeds))), micro_batches
@@ -140,9 +143,9 @@ class Prices:
         return seconds
 
     def iteration(self, replicas: Sequence[Priced]) -> tuple[tuple[int, ...], float]:
-        """Return the micro-batches of each replica, and the time of the iteration.
+        """Return the number of micro-batches of each replica that is best, and the time of the iteration.
 
-        Raises PlanError if some replica would get no micro-batches.
+        Raises PlanError if some replica would get no micro-batch.
         """
         played = [self._clock(priced, len(replicas)) for priced in replicas]
         usual = max(1, self._situation.micro_batches // max(1, len(played)))
@@ -152,7 +155,7 @@ class Prices:
         return counts, longest + self._after_backward_s(replicas)
 
     def _after_backward_s(self, replicas: Sequence[Priced]) -> float:
-        """Return the result of `after_backward_s`; if no link is slow, each replica is computed once."""
+        """Return the result of `after_backward_s`; without slow links, each replica is computed only once."""
         times = self._situation.times
         if self._situation.links or len(replicas) < 2 or not times.gradient_s:
             return after_backward_s([priced.replica for priced in replicas], self._situation)
@@ -160,7 +163,7 @@ class Prices:
             if id(priced.replica) not in self._exposed:
                 speeds = [self._situation.speed(stage.ranks) for stage in priced.replica.stages]
                 self._exposed[id(priced.replica)] = exposed_s(priced.replica, speeds, self._situation)
-                self._priced.setdefault(id(priced.replica), priced)  # keeps the replica alive
+                self._priced.setdefault(id(priced.replica), priced)  # keeps the replica alive, and so its id unique
         return max(self._exposed[id(priced.replica)] for priced in replicas) + times.step_s
 
     def _clock(self, priced: Priced, replicas: int) -> _Clock:
@@ -175,10 +178,11 @@ class Prices:
 
 
 class _Clock:
-    """Times of replicas of one shape, by their number of micro-batches; each is played once.
+    """Times of the replicas of one shape as a function of their number of micro-batches; each number is played once.
 
-    Infinite for more micro-batches than the replica has memory for beside its state, of which each parameter takes
-    `state_bytes`. `played` are the times without this limit, of all clocks of the shape.
+    The time is infinite if the activations of so many micro-batches do not fit beside the state, which takes
+    `state_bytes` per parameter. `played` contains the times without this limit, and is shared by all clocks of the
+    shape.
     """
 
     def __init__(self, priced: Priced, situation: Situation, state_bytes: int | None, played: dict[int, float]) -> None:
@@ -194,7 +198,7 @@ class _Clock:
         return seconds
 
     def line(self, usual: int) -> shares.Seconds:
-        """Return the line through two played times near the usual number of micro-batches, good enough for a first
+        """Return the straight line through two played times near `usual` micro-batches: accurate enough for a first
         guess."""
         begin, end = self(usual), self(usual + 1)
         slope = end - begin
@@ -237,7 +241,7 @@ class _Clock:
 
 
 def _plain(replica: Replica) -> bool:
-    """Return whether each stage has one chunk, in the order of the stages."""
+    """Return whether each stage has exactly one chunk, and chunks follow the order of the stages."""
     return all(len(stage.chunks) == 1 for stage in replica.stages) and all(
         a.chunks < b.chunks for a, b in itertools.pairwise(replica.stages)
     )
@@ -259,7 +263,8 @@ def _plain_seconds(shape: Shape, late: tuple[tuple[float, ...], ...], schedule: 
 def _compiled(
     schedule: str, spans: tuple[Chunks, ...], micro_batches: int
 ) -> tuple[CompiledOrders, list[tuple[int, int, int]], list[tuple[int, int]]]:
-    """Return the orders of one replica; stage, chunk and kind of each slot; and the stages of each transfer."""
+    """Return the compiled orders of one replica, (stage, chunk, kind) of each slot, and (sender, receiver) of each
+    transfer."""
     replica = Replica(tuple(Stage((s,), chunks) for s, chunks in enumerate(spans)))
     plan = Plan(epoch=0, layout=Layout((replica,)), assignment=(tuple(range(micro_batches)),), schedule=schedule)
     compiled = compile_orders(plan, orders_of(plan))
@@ -269,10 +274,10 @@ def _compiled(
 
 
 def iteration_seconds(plan: Plan, situation: Situation) -> float:
-    """Return the predicted time of an iteration of any plan, with its migrations, orders, transfers and
+    """Return the predicted time of an iteration of any plan, including migrations, orders, transfers and
     synchronisation.
 
-    Raises PlanError if the plan cannot be carried out; infinite if a stage with work has speed 0.
+    Raises PlanError if the plan cannot be carried out. Infinite if a stage with work has speed 0.
     """
     orders = orders_of(plan)
     makespan = play(plan, orders, costs(plan, situation, orders), transfers(plan, situation)).makespan
@@ -280,13 +285,13 @@ def iteration_seconds(plan: Plan, situation: Situation) -> float:
 
 
 def costs(plan: Plan, situation: Situation, orders: Orders) -> Seconds:
-    """Return the cost of every primitive of a plan, for `resihp.pipeline.timeline.play`."""
+    """Return the duration of every primitive of a plan, as a function for `resihp.pipeline.timeline.play`."""
     shapes = tuple(tuple(_times(stage, situation) for stage in replica.stages) for replica in plan.layout.replicas)
     return _costs(shapes, orders)
 
 
 def transfers(plan: Plan, situation: Situation) -> Transfers:
-    """Return the seconds from one stage to another, for `resihp.pipeline.timeline.play`."""
+    """Return the seconds of a transfer between two stages, as a function for `resihp.pipeline.timeline.play`, or 0."""
     if not (situation.times.transfer_s or situation.times.inside_s):
         return 0.0
     replicas = plan.layout.replicas
@@ -303,10 +308,10 @@ def transfers(plan: Plan, situation: Situation) -> Transfers:
 
 
 def after_backward_s(replicas: Sequence[Replica], situation: Situation) -> float:
-    """Return the time after the last backward: the gradient sums that are still running, and the step.
+    """Return the time after the last backward pass: the rest of the gradient sums, and the optimizer's step.
 
-    A stage sums its gradients with the stages that hold the same layers in other replicas, over the slowest link
-    between them, unless the sums are already done (`exposed_s`).
+    A stage sums its gradients with the stages of other replicas that hold the same layers, over the slowest link
+    between them. Sums that overlap with the last backward pass do not count (`exposed_s`).
     """
     times = situation.times
     if len(replicas) < 2 or not times.gradient_s:

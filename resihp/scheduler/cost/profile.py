@@ -1,8 +1,8 @@
-"""Cost of one micro-batch in each layer, and of its transfer between stages: the planner's knowledge of a model's time.
+"""Times of one micro-batch in each layer and of its transfer between stages: the planner's model of costs.
 
-It comes from a catalogue of models and hardware (`resihp.scheduler.what_if.catalogue`), from measurements, or, if
-nothing is known, from `layer_units`. The duration of an iteration follows from it and from a layout by the timeline
-alone (`resihp.scheduler.cost.prices`); nothing here plays or decides anything.
+A profile comes from a catalogue of models and hardware (`resihp.scheduler.what_if.catalogue`), from measurements, or
+from `layer_units` if nothing is known. The duration of an iteration follows from a profile and a layout, by the
+timeline alone (`resihp.scheduler.cost.prices`); this module plays no orders and decides nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from resihp.parallelism.model import ModelSpec
 
 
 class Times(msgspec.Struct, frozen=True):
-    """Seconds of one micro-batch on a group of speed 1: forward, gradients of inputs, gradients of weights.
+    """Seconds of one micro-batch on a group of speed 1: forward `f`, gradients of inputs `b`, gradients of weights `w`.
 
-    A B without a W takes `b` + `w`. A group's speed is in healthy devices (`Situation.speed`).
+    A B without a separate W takes `b` + `w`. A group's speed is measured in healthy devices (`Situation.speed`).
     """
 
     f: float = 0.0
@@ -35,7 +35,7 @@ class Times(msgspec.Struct, frozen=True):
         return self.f + self.b + self.w
 
     def at(self, speed: float) -> Times:
-        """Return the same on a group of that speed; infinite at 0."""
+        """Return these times on a group with speed `speed`; infinite for speed 0."""
         if not speed:
             return Times(math.inf, math.inf, math.inf)
         return Times(self.f / speed, self.b / speed, self.w / speed)
@@ -44,9 +44,10 @@ class Times(msgspec.Struct, frozen=True):
 class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Times of every layer in order, of embedding and head, and of communication.
 
-    `transfer_s`: one micro-batch's activations (or their gradients) from a stage to the next over a healthy link
-    between two nodes; `inside_s` the same within a node. `gradient_s`: synchronisation of one layer's gradients among
-    replicas, held by one device and over healthy links; a group of k ranks takes a k-th of it. `step_s`: the optimizer.
+    `transfer_s`: sending one micro-batch's activations (or their gradients) to the next stage, over a healthy link
+    between two nodes; `inside_s`: the same within a node. `gradient_s`: synchronising one layer's gradients among
+    replicas over healthy links, if one device holds the whole layer; a group of k ranks takes a k-th of it. `step_s`:
+    the optimizer's step.
     """
 
     layers: tuple[Times, ...]
@@ -58,7 +59,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     step_s: float = 0.0
 
     def span(self, first: int, last: int) -> Times:
-        """Return the time of layers `first` to `last`, both inclusive, with embedding and head where they adjoin."""
+        """Return the times of layers `first` to `last`, both inclusive, plus embedding for the first layer and head for
+        the last."""
         f, b, w = (sums[last + 1] - sums[first] for sums in self._sums)
         times = Times(f, b, w)
         if first == 0:
@@ -67,7 +69,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def _sums(self) -> tuple[tuple[float, ...], ...]:
-        """Sums over the layers before each layer: forward, gradients of inputs, gradients of weights."""
+        """For each of f, b and w: the sum over the layers before each layer."""
         return tuple(
             tuple(itertools.accumulate((getattr(layer, kind) for layer in self.layers), initial=0.0))
             for kind in ("f", "b", "w")
@@ -75,7 +77,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def scaled(profile: Profile, by: float) -> Profile:
-    """Return the same profile with all times multiplied by `by`."""
+    """Return the profile with all times multiplied by `by`."""
 
     def times(layer: Times) -> Times:
         return Times(by * layer.f, by * layer.b, by * layer.w)
@@ -92,7 +94,8 @@ def scaled(profile: Profile, by: float) -> Profile:
 
 
 def check(profile: Profile, model: ModelSpec) -> None:
-    """Raise PlanError if a profile does not fit the model: missing layers, or a time that is negative or not finite."""
+    """Raise PlanError if a profile does not fit the model: wrong number of layers, or a time that is negative or not
+    finite."""
     if len(profile.layers) != model.layers:
         raise PlanError(f"profile: {len(profile.layers)} layers, the model has {model.layers}")
     named = [*((f"layer {i}", layer) for i, layer in enumerate(profile.layers))]
@@ -106,11 +109,11 @@ def check(profile: Profile, model: ModelSpec) -> None:
 
 @lru_cache(maxsize=64)
 def layer_units(model: ModelSpec) -> Profile:
-    """Return the profile to use if nothing was measured, in units of one layer's forward.
+    """Return the profile to use if nothing was measured, in units of one layer's forward pass.
 
-    F, B and W take the same, communication takes no time. The head follows from the operations per token: 2 for each
-    weight of the head, 2 for each weight of a layer. The embedding looks up rows and computes nothing. Attention
-    scores, which depend on the lengths of documents, are left out: layers are a little heavier than this profile.
+    F, B and W take one unit each; communication takes no time. The head's time follows from its operations per token
+    relative to a layer: 2 for each weight. The embedding looks up rows and takes no time. Attention scores are left
+    out, because they depend on the lengths of documents; real layers take a little longer.
     """
     head = model.hidden * model.vocab_rows / model.parameters_per_layer
     return Profile(layers=(Times(1.0, 1.0, 1.0),) * model.layers, head=Times(head, head, head))

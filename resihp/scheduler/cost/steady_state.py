@@ -1,14 +1,14 @@
-"""Duration of a pipeline of one chunk a stage under 1F1B or ZB-H1, without making its orders. Pure.
+"""Duration of a pipeline with one chunk a stage under 1F1B or ZB-H1, without making its orders. Pure.
 
-Eq. 2 over these orders is a recurrence from micro-batch to micro-batch. With w = stages - stage - 1 forwards of
-warm-up, turn m of a stage is F of micro-batch m, then B of micro-batch m - w, and where W is separate the W that is
-`stage` micro-batches behind: all of it waits for the same turn of the stage before and for the previous turn of the
-stage behind. Once a turn ends later than an earlier one by the same time on all stages, so do the turns after it, later
-than the turns after that one (max and plus commute with a shift), and they need not be played: many micro-batches soon
-cost no more to play than few. A period is as long as the cycle that holds all others up: one turn where one stage is
-the slowest, as many turns as there are stages where all wait for each other.
+Over these orders, Eq. 2 is a recurrence from micro-batch to micro-batch. With w = stages - stage - 1 warm-up forwards,
+turn m of a stage is F of micro-batch m, then B of micro-batch m - w, then, if W is separate, the W that is `stage`
+micro-batches behind. A turn waits only for the same turn of the stage before it and for the previous turn of the stage
+after it. Once a turn ends later than an earlier turn by the same time on all stages, the following turns repeat with
+that shift (max and plus commute with a shift), and need not be played: for many micro-batches, playing takes hardly
+longer than for few. The period of the repetition is the length of the limiting cycle: one turn if one stage is the
+slowest, as many turns as stages if all stages wait for each other.
 
-The times are those of `resihp.pipeline.timeline` over `resihp.pipeline.schedules`, to rounding. Called by
+The times equal those of `resihp.pipeline.timeline` over `resihp.pipeline.schedules`, up to rounding. Called by
 `resihp.scheduler.cost.prices`, which handles all other orders, and by searches over many pipelines.
 """
 
@@ -22,7 +22,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 _EQUAL_STEP_TOLERANCE = 1e-12
-"""Relative difference, of the time so far, below which two stages have advanced by the same time."""
+"""Difference, relative to the time so far, below which two stages have advanced by the same time."""
 
 
 def seconds(
@@ -32,10 +32,10 @@ def seconds(
     late: Sequence[float],
     micro_batches: int,
 ) -> float:
-    """Return the seconds of one pipeline, from the times of a micro-batch on each stage.
+    """Return the seconds of one pipeline, given the times of a micro-batch on each stage.
 
-    `forward`: F. `backward`: B, which includes W if `weights` is None. `late`: seconds from each stage to the next, and
-    back.
+    `forward`: F. `backward`: B, including W if `weights` is None. `weights`: separate W. `late`: seconds of a transfer
+    from each stage to the next, and back.
     """
     stages = len(forward)
     ends = [0.0] * stages
@@ -90,7 +90,7 @@ def _drain(
     lag: Sequence[float],
     micro_batches: int,
 ) -> None:
-    """Play the turns without forwards."""
+    """Play the last turns, which have no forwards."""
     stages = len(ends)
     for behind in range(1, stages):
         turn = micro_batches - 1 + behind
@@ -103,11 +103,11 @@ def _drain(
 
 
 def many_seconds(forward: Floats, backward: Floats, weights: Floats | None, late: Floats, micro_batches: int) -> Floats:
-    """Return the seconds of many pipelines of equally many stages, (pipelines,).
+    """Return the seconds of many pipelines with equally many stages: (pipelines,).
 
-    Arguments as in `seconds`, (stages, pipelines) each; `late`: (stages - 1, pipelines) or (stages - 1, 1). A stage's
-    turn begins half a turn after that of the stage before it, so that all work of a half turn is independent: F on
-    every second stage, B on those between.
+    Arguments as in `seconds`, each (stages, pipelines); `late`: (stages - 1, pipelines) or (stages - 1, 1). Each
+    stage's turn begins half a turn after the same turn of the stage before it, so that all work of a half turn is
+    independent: F on every second stage, B on the stages between.
     """
     stages, pipelines = forward.shape
     state = np.zeros((2 * stages, pipelines))
@@ -139,7 +139,7 @@ def many_seconds(forward: Floats, backward: Floats, weights: Floats | None, late
 
 
 def _every_second(first: int, last: int, parity: int, stages: int) -> slice:
-    """Return the stages from `first` to `last` that are even or odd like `parity`."""
+    """Return the stages from `first` to `last` that are even, or odd, like `parity`."""
     begin = max(0, first)
     return slice(begin + (parity - begin) % 2, max(0, min(stages - 1, last) + 1), 2)
 

@@ -1,29 +1,32 @@
 """Bytes of a rank's state, and of the activations of a micro-batch. Pure; an estimate, never a measurement.
 
-State is exact except for the parameters that `resihp.parallelism.parameter_outline` leaves out. Activations are the
-tensors that the executor's layers keep for their backward pass, without recomputation, each storage once. For each
-token, in numbers of the model's precision, with q and k the widths of queries and of keys (all heads), f that of the
-MLP inside, h the hidden one:
+State is exact, except for the parameters that `resihp.parallelism.parameter_outline` leaves out. Activations are the
+tensors that the executor's layers keep for their backward pass, without recomputation; each storage counts once. In the
+list, q and k are the total widths of queries and of keys, f is the inner width of the MLP, and h the hidden width. A
+layer keeps for each token, in numbers of the model's precision:
 
-- not cut by tensor parallelism, but by sequence parallelism: 4 h, inputs and outputs of a layer's two norms;
-- cut: q + 2 k, the products for queries, keys and values, all of which the values keep alive; q + k, a second copy of
-  queries and keys where they are rotated or normalised; q, the output of attention; 3 f for a gated MLP, whose
-  activation keeps its input alone (`resihp.executor.compute.recomputation`; megatron-core's fused one keeps the same),
-  2 f for another;
-- cut, of normalised queries in several groups on a rank: q, which then had to be copied;
+- not cut by tensor parallelism, only by sequence parallelism: 4 h, the inputs and outputs of the layer's two norms;
+- cut by tensor parallelism: q + 2 k, the products for queries, keys and values, which the values keep alive as a whole;
+- cut: q + k, a second copy of queries and keys, if they are rotated or normalised;
+- cut: q, a copy of normalised queries, if a rank has several groups of them;
+- cut: q, the output of attention;
+- cut: 3 f for a gated MLP, because its activation keeps only its input (`resihp.executor.compute.recomputation`;
+  megatron-core's fused one keeps the same), or 2 f for another MLP;
 - never cut: 4 widths of a head, sine and cosine for queries and for keys.
 
-For a model like LLaMA 2 7B in bf16 that is 36.4 bytes a token and hidden unit, for one like GPT-2 with learned
-positions 32. CPU kernels keep more: attention, as on any device in fp32, goes document by document, and keeps q once
-more, put together from the documents; RMSNorm keeps 8 bytes for each input number, whatever the precision.
+For a model like LLaMA 2 7B in bf16, the sum is 36.4 bytes per token and hidden unit; for a model like GPT-2, with
+learned positions, 32. CPU kernels keep more. Attention on CPUs, and on any device in fp32, proceeds document by
+document and keeps q once more, joined from the documents. RMSNorm on CPUs keeps 8 bytes for each input number, in any
+precision.
 
-The loss keeps logits, which their gradient then replaces, and needs `LOSS_ELEMENTS` of them in 32 bits at once.
+The loss keeps the logits, which their gradient then replaces, and needs `LOSS_ELEMENTS` of them in 32 bits at once.
 
-Not counted: attention's sums and those of norms, 4 to 8 bytes a token and head; a stage's output to the next one, h;
-copies under `activation_func_clamp_value`. Attention in fp32 of grouped queries on GPUs may keep its scores, which are
-not counted either. `tests/resihp/executor/test_activation_memory.py` counts saved tensors and compares.
+Not counted: the sums that attention and norms keep, 4 to 8 bytes per token and head; a stage's output to the next
+stage, h; copies under `activation_func_clamp_value`; the scores that attention in fp32 with grouped queries may keep on
+GPUs. `tests/resihp/executor/test_activation_memory.py` counts the saved tensors and compares.
 
-Never says how many micro-batches are alive at once (`memory`). Called by `memory`, and where a search needs the parts.
+The module never determines how many micro-batches are alive at once (`memory`). Called by `memory`, and by searches
+that need the parts.
 """
 
 from __future__ import annotations
@@ -37,30 +40,30 @@ from resihp.parallelism.ownership import ParameterSpec
 from resihp.parallelism.parameter_outline import layer_outline, outline
 
 STATE_BYTES = {"fp32": 16, "bf16": 18}
-"""Bytes of state per parameter, by precision: value, gradient and Adam's two moments in 32 bits; in bf16 also the value
-in 16 bits. Mixed precision with 16-bit gradients takes 2 + 2, and 12 for the master copy and the moments, which the
-replicas share under ZeRO-1 (`zero_1`)."""
+"""Bytes of state per parameter, by precision. Value, gradient and Adam's two moments take 32 bits each; in bf16 the
+value also exists in 16 bits. Mixed precision with 16-bit gradients takes 2 + 2 bytes, and 12 for the master copy and
+the moments, which replicas share under ZeRO-1 (`zero_1`)."""
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
-"""Bytes of a number among activations, by precision."""
+"""Bytes of one number of an activation, by precision."""
 
 LOSS_ELEMENTS = 1 << 23
-"""Logits that the loss works on at a time: 32 MiB in float32, which the cache of a large GPU holds."""
+"""Logits that the loss processes at a time: 32 MiB in float32, which fits the cache of a large GPU."""
 
 LOSS_BYTES = 4
-"""Bytes of each of these logits, in any precision."""
+"""Bytes of each logit that the loss processes, in any precision."""
 
 INDEX_BYTES = 8
-"""Bytes of a token's number, and of its position."""
+"""Bytes of a token's index, and of its position."""
 
 RMS_NORM_BYTES = 8
-"""Bytes per input number of a CPU's RMSNorm, in any precision: two copies in float32, one of them the number itself if
-it is of float32."""
+"""Bytes per input number of RMSNorm on a CPU, in any precision: two copies in float32. In fp32, one copy is the input
+itself."""
 
 
 def zero_1(replicas: int) -> int:
-    """Return the bytes of each parameter under mixed precision if replicas share the optimizer's state (ZeRO, stage
-    1)."""
+    """Return the bytes of state per parameter under mixed precision if `replicas` replicas share the optimizer's state
+    (ZeRO, stage 1)."""
     return 4 + -(-12 // max(1, replicas))
 
 
@@ -74,15 +77,19 @@ def stage_bytes(
     sequence_parallel: bool = False,
     state_bytes: int | None = None,
 ) -> tuple[int, int, int]:
-    """Return three sizes in bytes, as in `memory.capacity` and `memory.alive`: everything besides the layers, each
-    layer's state, and each layer's activations of one micro-batch."""
+    """Return three sizes in bytes: everything outside the layers, each layer's state, and each layer's activations of
+    one micro-batch.
+
+    The sizes are those of `memory.capacity` and `memory.alive`. `first`, `last`: whether the stage has the embedding,
+    the head.
+    """
     state, activations = bytes_of_layer(model, tp, sequence_parallel, tokens, state_bytes)
     outside = bytes_per_parameter(model, state_bytes) * outside_elements(model, first, last, tp)
     return outside + outside_activations(model, first, last, tp, sequence_parallel, tokens), state, activations
 
 
 def least_bytes(model: ModelSpec, tokens: int, *, state_bytes: int | None = None) -> int:
-    """Return the least bytes of all devices of a replica together: state once, and one micro-batch's activations."""
+    """Return the least bytes of all devices of a replica together: state once, plus one micro-batch's activations."""
     return bytes_per_parameter(model, state_bytes) * model.parameters + model.layers * layer_activations(
         model, 1, True, tokens
     )
@@ -92,14 +99,14 @@ def least_bytes(model: ModelSpec, tokens: int, *, state_bytes: int | None = None
 def bytes_of_layer(
     model: ModelSpec, tp: int, sequence_parallel: bool, tokens: int, state_bytes: int | None
 ) -> tuple[int, int]:
-    """Return for one rank a layer's state, and its activations of one micro-batch."""
+    """Return, for one rank, the bytes of a layer's state and of its activations of one micro-batch."""
     state = bytes_per_parameter(model, state_bytes) * layer_elements(model, tp)
     return state, layer_activations(model, tp, sequence_parallel, tokens)
 
 
 @lru_cache(maxsize=64)
 def _outside(model: ModelSpec, first: bool, last: bool) -> tuple[ParameterSpec, ...]:
-    """Return the parameters outside the layers that a first, last, or only stage holds."""
+    """Return the parameters outside the layers that a stage holds if it is the first, the last, or both."""
     units = {"embedding"} if first else set()
     units |= {"final", "head"} if last else set()
     bare = msgspec.structs.replace(model, layers=0)
@@ -117,17 +124,17 @@ def layer_elements(model: ModelSpec, tp: int) -> int:
 
 
 def bytes_per_parameter(model: ModelSpec, declared: int | None) -> int:
-    """Return the bytes of state per parameter: `declared` by the caller, or those of the model's precision."""
+    """Return the bytes of state per parameter: `declared` unless it is None, else those of the model's precision."""
     return STATE_BYTES[model.precision] if declared is None else declared
 
 
 def _elements_per_rank(specs: tuple[ParameterSpec, ...], tp: int) -> int:
-    """Return the elements of one rank of a group."""
+    """Return the elements that one rank of a group of `tp` holds."""
     return sum(spec.elements if spec.axis is None else spec.elements // tp for spec in specs)
 
 
 def layer_activations(model: ModelSpec, tp: int, sequence_parallel: bool, tokens: int) -> int:
-    """Return the bytes that a layer keeps of one micro-batch; the module's docstring lists them."""
+    """Return the bytes that a layer keeps of one micro-batch, on one rank. The module's docstring lists the parts."""
     element, computation = ELEMENT_BYTES[model.precision], model.computation
     query, key = (count * model.head_width for count in (model.heads, model.kv_groups))
     copied = query if model.heads != model.kv_groups and model.kv_groups > tp else 0
@@ -155,10 +162,10 @@ def layer_activations(model: ModelSpec, tp: int, sequence_parallel: bool, tokens
 def outside_activations(
     model: ModelSpec, first: bool, last: bool, tp: int, sequence_parallel: bool, tokens: int
 ) -> int:
-    """Return the bytes of one micro-batch outside the layers: tokens and positions of the embedding; last norm and
-    loss.
+    """Return the bytes of one micro-batch outside the layers, on one rank.
 
-    The output of the embedding is the first layer's input, which is counted there.
+    On the first stage: tokens and positions. On the last stage: last norm and loss. The output of the embedding counts
+    as the input of the first layer.
     """
     total = tokens * 2 * INDEX_BYTES if first else 0
     if last:
@@ -173,7 +180,7 @@ def _copies_in_norm(model: ModelSpec) -> bool:
 
 
 def _norm_bytes(model: ModelSpec) -> int:
-    """Return the bytes per token that a norm of the hidden state keeps with its next layer: its input and its
+    """Return the bytes per token that a norm of the hidden state and the layer after it keep: the norm's input and
     output."""
     element = ELEMENT_BYTES[model.precision]
     return model.hidden * ((RMS_NORM_BYTES if _copies_in_norm(model) else element) + element)

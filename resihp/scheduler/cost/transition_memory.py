@@ -1,12 +1,14 @@
-"""Bytes that a rank holds at once during a transition: its old state beside its new state. Pure.
+"""Bytes that a rank holds during a transition: its old state beside its new state. Pure.
 
-The executor's procedure (`resihp.executor.engine.Engine.adopt`) determines them: activations are freed, a step that
-others took is taken first, then gradients are freed; the new state is allocated beside the old one, except for
-unchanged tensors, which both share; state moves in chunks (`device_memory.TRANSFER_BYTES`), and nothing is freed until
-the plan is in effect, since a rank that lacks it may request it until then. A rank whose place does not change, or that
-has no old or no new state, holds no more than in an iteration. Under ZeRO-1, which the executor does not support yet,
-the optimizer's state has one copy, and no other could replace it: the model assumes that it moves piece by piece, so
-that a rank has room for the larger of its two parts.
+They follow from the executor's procedure (`resihp.executor.engine.Engine.adopt`). First, activations are freed; a step
+that other ranks have taken is taken; gradients are freed. Then the new state is allocated beside the old state;
+unchanged tensors are shared by both. State moves in chunks (`device_memory.TRANSFER_BYTES`), and no old state is freed
+until the plan is in effect, because a rank that lacks it may request it until then. A rank that keeps its place, or
+that has no old or no new state, holds no more than in an iteration.
+
+The executor does not support ZeRO-1 yet. Under ZeRO-1 the optimizer's state has one copy, which no other copy could
+replace. The model assumes that it moves piece by piece, so that a rank needs room for the larger of its old and its new
+part.
 
 Called by the planner, and by the executor before it agrees to a plan.
 """
@@ -27,13 +29,15 @@ from resihp.scheduler.cost.device_memory import NO_OVERHEAD, Overhead
 from resihp.scheduler.cost.held_state import HeldState, holdings
 
 CARRIED_BYTES = {"fp32": 12, "bf16": 14}
-"""Bytes per parameter, by precision: all of `tensor_bytes.STATE_BYTES` except the gradient in 32 bits."""
+"""Bytes per parameter that a rank keeps during a transition, by precision: `tensor_bytes.STATE_BYTES` without the
+32-bit gradient."""
 VALUE_BYTES = GRADIENT_BYTES = 2
-"""Bytes per parameter under ZeRO-1 (`tensor_bytes.zero_1`) besides the optimizer's state, which replicas share."""
+"""Bytes of the value per parameter under ZeRO-1, and of the gradient (`tensor_bytes.zero_1`). The rest is the
+optimizer's state, which replicas share."""
 
 
 class TransitionBytes(msgspec.Struct, frozen=True):
-    """Bytes of a rank: its old state, and the new state that is allocated beside it."""
+    """Bytes of a rank during a transition: its old state, and the new state that is allocated beside it."""
 
     old: int
     new: int
@@ -44,9 +48,10 @@ class TransitionBytes(msgspec.Struct, frozen=True):
 
 
 def beside(old: HeldState, new: HeldState, model: ModelSpec, sharing: tuple[int, int] | None = None) -> TransitionBytes:
-    """Return the bytes of a rank while it goes from one part of the model to another.
+    """Return the bytes of a rank during its transition from state `old` to state `new`.
 
-    `sharing`: how many replicas share the optimizer's state (ZeRO-1) before and after, None if each has its own.
+    `sharing`: the numbers of replicas that share the optimizer's state (ZeRO-1) before and after; None if each replica
+    has its own.
     """
     old_elements, new_elements, common_elements = (
         _elements(old, old, model),
@@ -72,9 +77,10 @@ def obstacle(
     zero_1: bool = False,
     overhead: Overhead = NO_OVERHEAD,
 ) -> str | None:
-    """Return which rank most exceeds its device's `memory_bytes` during the transition from `base` to `layout`.
+    """Return a message about the rank that most exceeds its device's `memory_bytes` during the transition from `base`
+    to `layout`.
 
-    The message includes remedies; None if all ranks have room. `survivors` are the ranks that have their state of
+    The message includes remedies; None if all ranks have room. `survivors` are the ranks that still have their state of
     `base`.
     """
     room = overhead.room(memory_bytes)
@@ -110,10 +116,11 @@ def layers_beside(
     last: bool,
     sharing: tuple[int, int] | None = None,
 ) -> int:
-    """Return the fewest layers that the ranks of a group have room for beside their old state.
+    """Return the fewest layers for which the ranks of a group have room beside their old state: that of the tightest
+    rank.
 
-    `first`, `last`: whether the stage has the embedding, the head. State that a rank held at the same place of a group
-    of the same size is assumed to stay.
+    `old`: state of each rank, None if it has none. `first`, `last`: whether the stage has the embedding, the head. A
+    rank that held the same place in a group of the same size is not limited: its state is assumed to stay.
     """
     tp, layers = len(old), model.layers
     for t, old_state in enumerate(old):
@@ -125,7 +132,7 @@ def layers_beside(
 
 
 def left_bytes(old: HeldState, model: ModelSpec, room_bytes: int, sharing: tuple[int, int] | None = None) -> int:
-    """Return the bytes that a rank has left beside its old state."""
+    """Return the bytes of `room_bytes` that a rank has left beside its old state."""
     per_parameter = CARRIED_BYTES[model.precision] if sharing is None else VALUE_BYTES
     return room_bytes - per_parameter * _elements(old, old, model)
 
@@ -133,7 +140,7 @@ def left_bytes(old: HeldState, model: ModelSpec, room_bytes: int, sharing: tuple
 def carried_bytes(
     model: ModelSpec, tp: int, *, first: bool, last: bool, sharing: tuple[int, int] | None = None
 ) -> tuple[int, int]:
-    """Return the bytes of a stage's new state: outside its layers, and for each layer."""
+    """Return the bytes of a stage's new state on one rank: outside the layers, and for each layer."""
     units = frozenset(({"embedding"} if first else set()) | ({"final", "head"} if last else set()))
     outside, layer = (HeldState(chunks, units, 0, tp) for chunks in ((), ((0, 0),)))
     per_parameter = carried_each(model, sharing)
@@ -147,7 +154,7 @@ def carried_each(model: ModelSpec, sharing: tuple[int, int] | None = None) -> in
 
 
 def _changed(base: Layout, survivors: set[int], layout: Layout) -> Iterator[tuple[int, HeldState, HeldState]]:
-    """Yield the ranks that hold state and get different state, with both."""
+    """Yield (rank, old state, new state) for each rank that holds state and gets different state."""
     same = {id(replica) for replica in base.replicas}
     changed = dict(holdings(replica for replica in layout.replicas if id(replica) not in same))
     for rank, old in holdings(base.replicas) if changed else ():
@@ -158,7 +165,7 @@ def _changed(base: Layout, survivors: set[int], layout: Layout) -> Iterator[tupl
 
 @lru_cache(maxsize=4096)
 def _elements(old: HeldState, new: HeldState, model: ModelSpec) -> int:
-    """Return the elements of the tensors that two parts share: those of the same parameters, with equal cuts."""
+    """Return the elements of the tensors that two states have in common: equal parameters with equal cuts."""
     same_cut = (old.t, old.tp) == (new.t, new.tp)
 
     def shared(spec: ParameterSpec) -> int:

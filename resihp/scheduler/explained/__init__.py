@@ -1,4 +1,5 @@
-"""Explains a plan's time: the stage that limits it, the idle devices and their reasons, the distance to a lower bound.
+"""Explains a plan's time: the limiting stage, the idle devices with reasons, the distance to a lower bound.
 
-Never in the path of a recovery: `resihp plan` and the commands that read the ledger ask; the controller keeps facts.
+Called by `resihp plan` and by commands that read the ledger, never during a recovery; the controller only records
+facts.
 """

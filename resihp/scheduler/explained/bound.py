@@ -1,19 +1,19 @@
-"""Lower bound of the iteration time over all layouts of a situation: a bound, never a price. Pure.
+"""Lower bound of the iteration time over all layouts of a situation: a bound, never a prediction. Pure.
 
-Four bounds, each of which holds for any layout, shares and orders of work; the largest counts.
+The result is the largest of four bounds, each valid for any layout, shares and orders of work:
 
 - *Work.* All micro-batches pass all layers, and the total speed of the devices is limited: a group is never faster than
   the sum of its ranks.
 - *Ramp.* A stage that is not the first of its pipeline is idle until the first micro-batch has passed the stages before
-  it, one layer's forward each at least. The bound on work includes it: the speed of an idle stage is lost. The number
-  of stages that are not the first follows from the number of replicas that fit. Left out where stages may be without
-  ranks: then a pipeline also uses devices of others.
-- *The busiest replica.* It has its share of the micro-batches, at least the even one, and one group that holds the most
-  expensive layer has to compute it for all of them.
-- *One micro-batch.* It passes every layer forward and back, on groups of which none is faster than the fastest.
+  it: at least one layer's forward pass per stage. This bound is part of the bound on work: the speed of an idle stage
+  is lost. The number of such stages follows from the number of replicas that fit. The ramp is left out if stages may be
+  vacant, because a pipeline then also uses devices of other pipelines.
+- *The busiest replica.* Its share of the micro-batches is at least the even share, and the group with its most
+  expensive layer computes that layer for all of them.
+- *One micro-batch.* It passes every layer forward and backward, on groups that are not faster than the fastest group.
 
-The optimizer's step is added. Transfers count as nothing, and so do sums of gradients, which may overlap with the last
-backward (`resihp.scheduler.cost.gradient_sync`).
+The optimizer's step is added. Transfers count as nothing, and so do gradient sums, which may overlap with the last
+backward pass (`resihp.scheduler.cost.gradient_sync`).
 
 Called by `resihp.scheduler.explained.explanation`.
 """
@@ -29,7 +29,8 @@ from resihp.scheduler.situation import Situation
 
 
 def least_seconds(situation: Situation) -> float:
-    """Return the least seconds (or layer times) of an iteration; infinite if no available rank has speed above 0."""
+    """Return the lower bound of an iteration, in seconds or layer times; infinite if no available rank has speed above
+    0."""
     speeds = {rank: speed for rank in situation.available if (speed := situation.speeds.get(rank, 1.0)) > 0}
     if not speeds:
         return math.inf
@@ -51,11 +52,13 @@ def least_seconds(situation: Situation) -> float:
 
 
 def _with_ramp(work: float, total: float, fastest: float, ramp: float, replicas: int) -> float:
-    """Return the time of work on speed `total` in so many replicas, with the ramp, if the best amount of speed is used.
+    """Return the least time of `work` on devices of speed `total`, in `replicas` replicas, including the ramp.
 
-    Stages are never faster than the `fastest` group, so speed beyond one such stage in each replica is in a second one,
-    which waits for `ramp` / `fastest`, beyond that in a third, which waits twice as long. The idle time is least if all
-    replicas have equal speed. Between whole numbers of stages the time only rises or only falls.
+    No stage is faster than the `fastest` group, so speed beyond one such stage in each replica belongs to a second
+    stage, which waits for `ramp` / `fastest`; speed beyond that belongs to a third stage, which waits twice as long;
+    and so on. The result is the least over all amounts of speed used. The idle time is least if all replicas have equal
+    speed. Between whole numbers of stages, the time only rises or only falls, so only whole numbers and the maximum are
+    tried.
     """
     max_stages = total / (replicas * fastest)
     least = math.inf
@@ -67,7 +70,8 @@ def _with_ramp(work: float, total: float, fastest: float, ramp: float, replicas:
 
 
 def _fastest_group(situation: Situation, speeds: dict[int, float]) -> float:
-    """Return the speed of the fastest group: as many ranks of one node as a group may have, or an existing group."""
+    """Return the speed of the fastest possible group: ranks of one node up to the job's degree, or an existing
+    group."""
     nodes: defaultdict[str, list[float]] = defaultdict(list)
     for rank, speed in speeds.items():
         nodes[situation.nodes[rank]].append(speed)
@@ -81,12 +85,14 @@ def _fastest_group(situation: Situation, speeds: dict[int, float]) -> float:
 
 
 def _fewest_ranks(situation: Situation) -> int:
-    """Return the fewest ranks with room for a replica; 1 if memory is unknown or a replica need not hold the whole
-    model."""
+    """Return the fewest ranks that have room for a replica.
+
+    1 if memory is unknown, or if a replica need not hold the whole model.
+    """
     if situation.room_bytes is None or vacant_stages.may_help(situation):
         return 1
     state_bytes = situation.state_bytes_of(
         len(situation.available)
-    )  # as many replicas as ranks: the bytes are never fewer
+    )  # with as many replicas as ranks, the bytes per parameter are least
     least_bytes = tensor_bytes.least_bytes(situation.model, situation.tokens, state_bytes=state_bytes)
     return max(1, math.ceil(least_bytes / max(1, situation.room_bytes)))

@@ -1,9 +1,9 @@
-"""Composition of a plan's time, and the time that is possible: facts, which other modules put into words. Pure.
+"""The composition of a plan's time, and the time that would be possible: facts that other modules put into words. Pure.
 
-The limiting stage works longest in an iteration: only less work or more speed for it makes the iteration much shorter.
-The bound comes from `resihp.scheduler.explained.bound`, idle devices from `idle`. `healthy` is the time of the job if
-all devices were healthy and its layers were placed at the least cost: if an even spread is far from that, failures look
-cheaper than they are.
+The limiting stage is the stage that works longest in an iteration: only less work or more speed for it makes the
+iteration much shorter. The lower bound comes from `resihp.scheduler.explained.bound`, the reasons for idle devices from
+`idle`. `healthy` is the time of the job if all devices were healthy and its layers were placed at the least cost. If an
+even spread of layers takes much longer than that, failures look cheaper than they are.
 
 Called by `resihp plan`, and by `history`, `why` and the report for plans of the ledger; never by the controller.
 """
@@ -27,62 +27,63 @@ from resihp.scheduler.layouts import first_layout, layers
 from resihp.scheduler.situation import Situation
 
 EQUAL_WORK_TOLERANCE = 1e-3
-"""Relative difference below which two stages work equally long."""
+"""Relative difference below which two stages count as working equally long."""
 TUNING_EVALUATIONS = 60
-"""Orders that are made and played to estimate a tuned job."""
+"""Number of orders that are made and played to estimate the time of a tuned job."""
 MAX_TUNED_SIZE = 512
-"""Largest product of layers, or of micro-batches, and stages of a pipeline for which orders are searched."""
+"""Maximum of layers times stages, and of micro-batches times stages, of a pipeline for which orders are searched."""
 
 
 class Limiting(msgspec.Struct, frozen=True):
-    """The stage that works longest."""
+    """The stage that works longest in an iteration."""
 
     replica: int
     stage: int
     ranks: tuple[int, ...]
     chunks: tuple[LayerSpan, ...]
     share: float
-    """Share of the iteration's time in which it works."""
+    """Share of the iteration's time during which the stage works."""
     alike: int
-    """Number of other stages that work as long."""
+    """Number of other stages that work equally long."""
     speed: float
-    """Speed of its slowest rank, 1 for a healthy one."""
+    """Speed of the stage's slowest rank; 1 for a healthy rank."""
 
 
 class Healthy(msgspec.Struct, frozen=True):
-    """Iteration times of the job when all devices are healthy, with the same groups and one chunk a stage."""
+    """Iteration times of the job if all devices were healthy, with the same groups and one chunk a stage."""
 
     plain: float
-    """Under its own layout."""
+    """Time under the job's own layout."""
     spread: float
-    """With layers placed at the least cost, and the same schedule."""
+    """Time with layers placed at the least cost, under the same schedule."""
     tuned: float | None
-    """With orders of its own as well; None if the pipeline is too large to search for them."""
+    """Time with layers placed at the least cost and with orders of its own; None under ZeRO-1, or if the pipeline is
+    too large to search for orders."""
 
     @property
     def excess(self) -> float:
-        """How much longer the job's own layout takes than that of `spread`, relatively."""
+        """Relative increase of the time under the job's own layout over `spread`."""
         return self.plain / self.spread - 1
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """Explanation of one plan. Times are in `unit`."""
+    """The explanation of one plan. Times are in `unit`."""
 
     seconds: float
     """Predicted time of an iteration."""
     unit: Literal["s", "layer times"]
     limiting: Limiting
     beside: float
-    """Share of the iteration after the last backward: sums of gradients and the optimizer's step."""
+    """Share of the iteration after the last backward pass: gradient sums and the optimizer's step."""
     idle: tuple[idle.Idle, ...]
     bound: float
-    """Lower bound: no layout of the available devices is faster."""
+    """Lower bound of the iteration time: no layout of the available devices is faster."""
     healthy: Healthy | None = None
-    """None if it was not requested, or cannot be computed."""
+    """Times with all devices healthy; None if they were not requested, or cannot be computed."""
 
     @property
     def above_bound(self) -> float:
-        """Distance of the plan from the bound, relatively."""
+        """Relative excess of the plan's time over the bound."""
         return self.seconds / self.bound - 1 if self.bound else 0.0
 
 
@@ -91,8 +92,9 @@ def explain(
 ) -> Explanation:
     """Explain a plan for a situation, given its predicted time.
 
-    `unfit`: ranks of the layout that were not to get work; they are not among the situation's available ones.
-    `healthy`: the plan of the job with all devices healthy, to estimate the gain from tuning it.
+    `unfit`: ranks of the layout that must not get work; they are not among the available ranks of the situation.
+    `healthy`: the plan of the job with all devices healthy, to estimate the gain from tuning it; None to leave the
+    estimate out.
     """
     return Explanation(
         seconds=seconds,
@@ -106,9 +108,9 @@ def explain(
 
 
 def as_json(explanation: Explanation) -> dict[str, object]:
-    """Return plain data. Times and changes that are not finite become null.
+    """Return the explanation as plain data. Times and changes that are not finite become null.
 
-    Without numba, the search returns numpy's numbers, which msgspec does not know.
+    Without numba, the search returns numpy's numbers, which msgspec cannot encode.
     """
     limits, healthy = explanation.limiting, explanation.healthy
     return {
@@ -126,7 +128,8 @@ def as_json(explanation: Explanation) -> dict[str, object]:
 
 
 def limiting(plan: Plan, seconds: float, situation: Situation) -> Limiting:
-    """Return the limiting stage, the first of those that work equally long; `seconds` of the iteration."""
+    """Return the limiting stage: the first of the stages that work longest. `seconds`: predicted time of the
+    iteration."""
     passed = _passed(plan)
     seconds_of: dict[object, float] = {}
     worked: list[tuple[float, int, int]] = []
@@ -153,7 +156,7 @@ def limiting(plan: Plan, seconds: float, situation: Situation) -> Limiting:
 
 
 def when_tuned(plan: Plan, situation: Situation) -> Healthy | None:
-    """Estimate the gain from tuning a job without slow devices, from its first replica; None for uneven replicas."""
+    """Estimate the gain from tuning a job without slow devices, from its first replica; None if replicas differ."""
     replicas, shares = plan.layout.replicas, {len(share) for share in plan.assignment}
     first = replicas[0].stages
     shapes = {tuple((stage.tp, stage.chunks) for stage in replica.stages) for replica in replicas}
@@ -182,7 +185,8 @@ def when_tuned(plan: Plan, situation: Situation) -> Healthy | None:
 
 
 def _spread_s(plan: Plan, situation: Situation, replicas: int) -> float:
-    """Return the time of one of several replicas with its layers redistributed in the best of the possible ways."""
+    """Return the time of the plan's replica, one of `replicas`, with its layers distributed in the best possible
+    way."""
     stages = plan.layout.replicas[0].stages
     if any(len(stage.chunks) > 1 for stage in stages) or len(stages) == 1:
         return math.inf
@@ -203,7 +207,7 @@ def _spread_s(plan: Plan, situation: Situation, replicas: int) -> float:
 
 
 def _passed(plan: Plan) -> Counter[tuple[int, int, int]]:
-    """Return the micro-batches that pass each chunk of each stage, if some of them migrate."""
+    """Return the number of micro-batches that pass each (replica, stage, chunk); empty if none migrates."""
     if not plan.migrations:
         return Counter()
     return Counter((stop.replica, stop.stage, stop.chunk) for stops in plan.paths().values() for stop in stops)

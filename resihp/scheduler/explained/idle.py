@@ -1,10 +1,10 @@
-"""Reasons why devices stand by: their possible uses are tried, and the results reported. Pure.
+"""Reasons why devices are on standby: tries their possible uses, and reports the results. Pure.
 
-The uses tried, for the idle devices of a node together: a further stage of a replica, a larger group on their node, the
-places of slower ranks in it, a replica of their own. Each is laid out and priced as by the planner
-(`resihp.scheduler.layouts.groups.lay`, `resihp.scheduler.cost.prices`), and compared with the plan's stages on the same
-schedule: the gain of tuned orders, which neither side has here, cancels. The number of tries is limited, so that a
-large job costs no more than a small one; devices equal to tried ones get the same reason.
+The idle devices of a node are tried together, in four uses: as a further stage of a replica, in a larger group on their
+node, in the places of slower ranks of such a group, as a replica of their own. Each use is laid out and priced as by
+the planner (`resihp.scheduler.layouts.groups.lay`, `resihp.scheduler.cost.prices`), and compared with the plan's stages
+under the same schedule. Neither side has tuned orders here, so their gain cancels. The number of tries is limited, so
+that a large job takes no longer than a small one; devices that equal tried devices get the same reason.
 
 Called by `resihp.scheduler.explained.explanation`.
 """
@@ -27,9 +27,9 @@ from resihp.scheduler.layouts.groups import SIGNIFICANT_GAIN, Group, Pipe, idle_
 from resihp.scheduler.situation import Situation
 
 MAX_TRIES = 160
-"""Most layouts of a replica that are tried in all."""
+"""Maximum number of layouts of a replica that are tried in total."""
 MAX_REPLICAS_TRIED = 4
-"""Most replicas in which a group is tried."""
+"""Maximum number of replicas in which a group is tried."""
 
 Why = Literal[
     "unfit",
@@ -45,34 +45,44 @@ Why = Literal[
     "gain",
     "untried",
 ]
-"""Reasons. `unfit`: excluded from work. `stopped`: speed 0. `memory`: no possible use has room. `layers`: a further
-stage would have none. `micro-batches`: another replica would have none. `slower`: every use makes the iteration longer.
-`no gain`: the time stays the same. `too slow`: at full speed they would be of use. `node`: they would be of use to a
-group of another node. `memory unknown`: a further stage would be of use, but replicas grow only if device memory is
-known. `gain`: the iteration would be faster, and yet the plan has them stand by. `untried`: there are too many
-different devices."""
+"""Reason why devices are on standby.
+
+- `unfit`: they are excluded from work.
+- `stopped`: their speed is 0.
+- `memory`: no possible use has room in memory.
+- `layers`: a further stage would get no layer.
+- `micro-batches`: another replica would get no micro-batch.
+- `slower`: every use makes the iteration longer.
+- `no gain`: the time stays the same.
+- `too slow`: at full speed they would be useful.
+- `node`: they would be useful to a group on another node.
+- `memory unknown`: a further stage would be useful, but replicas grow only if device memory is known.
+- `gain`: the iteration would be faster, and yet the plan has them on standby.
+- `untried`: there are too many different devices to try all.
+"""
 Way = Literal["", "stage", "group", "place", "replica"]
-"""Use that was tried: a further stage, a larger group, a slower rank's place, a replica of their own."""
+"""Use that was tried: a further stage, a larger group, a slower rank's place, or a replica of their own; "" for
+none."""
 
 
 OBSTACLE_ORDER: tuple[Why, ...] = ("memory", "layers", "micro-batches")
 
 
 class Idle(msgspec.Struct, frozen=True):
-    """Devices of one node that stand by, and the reason."""
+    """Devices of one node that are on standby, and the reason."""
 
     ranks: tuple[int, ...]
     node: str
     why: Why
     way: Way = ""
-    """The best use that was tried, or the use that would be best without the obstacle."""
+    """The best use that was tried; for `too slow` and `node`, the use that would be best without that obstacle."""
     change: float | None = None
-    """Relative change of the iteration's time in that case: below 0 it is faster. If the replica that they would be in
-    becomes slower, the change of that replica's time."""
+    """Relative change of the iteration's time in that use; negative if it is faster. If the replica that contains the
+    devices becomes slower, the relative change of the replica's time. None if no use could be priced."""
 
 
 class _Tried(msgspec.Struct, frozen=True):
-    """One try: its relative change of the time, or the obstacle."""
+    """The result of one try: the relative change of the time, or the obstacle."""
 
     way: Way
     change: float = math.inf
@@ -80,8 +90,10 @@ class _Tried(msgspec.Struct, frozen=True):
 
 
 def reasons(plan: Plan, situation: Situation, unfit: Collection[int] = ()) -> tuple[Idle, ...]:
-    """Return the reason for every rank that stands by, node by node. `unfit` ranks are in the layout, but not
-    available."""
+    """Return the reason for every standby rank, node by node.
+
+    `unfit`: ranks that are in the layout, but not available.
+    """
     standby = [rank for rank in plan.layout.standby if rank not in unfit]
     idle_devices = [Idle(ranks, node, "unfit") for node, ranks in _by_node(situation, unfit)]
     stopped = [rank for rank in standby if situation.speeds.get(rank, 1.0) <= 0]
@@ -98,7 +110,7 @@ def reasons(plan: Plan, situation: Situation, unfit: Collection[int] = ()) -> tu
 
 
 class _Trial:
-    """Tries for the idle devices of one plan."""
+    """Tries the idle devices of one plan in their possible uses."""
 
     def __init__(self, plan: Plan, situation: Situation) -> None:
         self._plan, self._situation, self._prices = plan, situation, Prices(situation)
@@ -112,7 +124,7 @@ class _Trial:
         return tuple(self._situation.speeds.get(rank, 1.0) for rank in ranks)
 
     def at_home(self, node: str) -> tuple[object, ...]:
-        """Return the stages on a node, as far as they matter for its idle devices."""
+        """Return the properties of the stages on a node that matter for the idle devices of the node."""
         nodes = self._situation.nodes
         return tuple(
             (s, self.speeds_of(stage.ranks), stage.chunks)
@@ -148,7 +160,7 @@ class _Trial:
         return "memory unknown" if best.way == "stage" and self._situation.memory_bytes is None else "gain"
 
     def _at_full_speed(self, group: Group) -> list[_Tried]:
-        """Return the tries that the group would have if its devices were healthy."""
+        """Return the successful tries of a group as if its devices were healthy; none if they are healthy."""
         speeds = self._situation.speeds
         if all(speeds.get(rank, 1.0) >= 1 for rank in group.ranks):
             return []
@@ -160,7 +172,7 @@ class _Trial:
         return [try_ for try_ in tries if try_.obstacle is None]
 
     def _across_nodes(self, group: Group) -> list[_Tried]:
-        """Return the tries that the group would have in groups of other nodes."""
+        """Return the successful tries in which a group joins groups on other nodes."""
         node = self._situation.nodes[group.ranks[0]]
         tries = [*self._larger(group, lambda home: home != node)]
         return [try_ for try_ in tries if try_.obstacle is None]
@@ -176,7 +188,10 @@ class _Trial:
         yield from self._apart(group)
 
     def _larger(self, group: Group, is_home: Callable[[str], bool]) -> Iterator[_Tried]:
-        """Yield tries in which the group joins a group on such a node: as many of all ranks as are fastest together."""
+        """Yield the tries in which a group joins the group of a stage on a node for which `is_home` is true.
+
+        The joined group consists of as many of all these ranks as are fastest together.
+        """
         situation = self._situation
         for d in self._pipes(situation.nodes[group.ranks[0]]):
             replica = self._replicas[d]
@@ -196,9 +211,9 @@ class _Trial:
                 yield self._changed(way, d, Pipe((*groups[:s], Group(ranks, stage.chunks), *groups[s + 1 :])))
 
     def _apart(self, group: Group) -> Iterator[_Tried]:
-        """Yield tries in which the group forms a replica of its own, together with other idle groups if needed.
+        """Yield the tries in which a group forms a replica of its own, together with other idle groups if needed.
 
-        As in the planner, a replica needs at least half of the speed that one was started with.
+        As in the planner, a replica needs at least half of the speed with which a replica of the job was started.
         """
         situation = self._situation
         standby = {rank for rank in self._plan.layout.standby if situation.speeds.get(rank, 1.0) > 0}
@@ -227,7 +242,10 @@ class _Trial:
             yield self._told("replica", seconds)
 
     def _changed(self, way: Way, d: int, pipe: Pipe) -> _Tried:
-        """Return the try with replica `d` as this pipe: its own change if it becomes slower, else the iteration's."""
+        """Return the result of replacing replica `d` by `pipe`.
+
+        The change is that of the replica's time if the replica becomes slower, else that of the iteration's time.
+        """
         if self._left <= 0:
             return _Tried(way, obstacle="untried")
         self._left -= 1
@@ -256,7 +274,7 @@ class _Trial:
         return _Tried(way, seconds / self._iteration_s - 1 if math.isfinite(self._iteration_s) else 0.0)
 
     def _pipes(self, node: str) -> Sequence[int]:
-        """Return the replicas to try, one of each kind: those with a stage on that node first, then the slowest."""
+        """Return the replicas to try, one of each kind: first replicas with a stage on `node`, then the slowest."""
         nodes = self._situation.nodes
         replica_of_kind: dict[object, int] = {}
         order = sorted(
@@ -273,7 +291,7 @@ class _Trial:
         return [*itertools.islice(replica_of_kind.values(), MAX_REPLICAS_TRIED)]
 
     def _places(self, replica: Replica, node: str) -> list[int]:
-        """Return the possible positions of a further stage: both ends, and next to stages of its node."""
+        """Return the possible positions of a further stage: both ends, and next to stages on the same node."""
         stages_on_node = [s for s, stage in enumerate(replica.stages) if self._situation.nodes[stage.ranks[0]] == node]
         return sorted({0, len(replica.stages), *stages_on_node, *(s + 1 for s in stages_on_node)})
 

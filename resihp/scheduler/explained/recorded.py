@@ -1,8 +1,8 @@
-"""Restores the situation in which a plan was decided from the plan's record. Pure.
+"""Restores the situation in which a recorded plan was decided. Pure.
 
-The controller records the facts that are stored nowhere else (`resihp.record.journal.PlanBasis`) with each plan; an
-explanation restores the situation from them, with the job's model and layout. Called by the controller when it
-proposes, and by `db.reading.plans.explanations`.
+With each plan, the controller records the facts that are stored nowhere else (`resihp.record.journal.PlanBasis`). An
+explanation restores the situation from these facts, the job's model and the layout. Called by the controller when it
+proposes a plan, and by `db.reading.plans.explanations`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from resihp.scheduler.situation import Situation
 
 
 def basis_of(situation: Situation, kept_out: Collection[int]) -> PlanBasis:
-    """Return the facts of a situation that are recorded with a plan."""
+    """Return the facts of a situation to record with a plan. `kept_out`: ranks of the layout that must not get work."""
     return PlanBasis(
         speeds=tuple(sorted(situation.speeds.items())),
         links=tuple((a, b, speed) for (a, b), speed in sorted(situation.links.items())),
@@ -38,7 +38,7 @@ def situation_of(
     chunks: int,
     memory_bytes: int | None,
 ) -> Situation:
-    """Return the situation of a recorded plan, as if its own layout had been in effect before."""
+    """Return the situation of a recorded plan, as if the plan's own layout had been in effect before."""
     times = basis.times
     return Situation(
         epoch=plan.epoch,
@@ -75,7 +75,7 @@ def _times(profile: Profile) -> LearnedTimes:
 
 
 def profile_of(times: LearnedTimes, layers: int) -> Profile:
-    """Return the measured profile, for a model of so many layers."""
+    """Return the recorded times as a profile of `layers` layers."""
     layer_times = [Times(*layer) for layer in times.layers]
     return Profile(
         layers=tuple(layer_times * layers if len(layer_times) == 1 else layer_times),

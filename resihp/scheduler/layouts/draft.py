@@ -1,8 +1,8 @@
-"""A set of replicas under construction, and the changes that extend or reduce it. Pure.
+"""Replicas under construction, and the changes that extend or reduce them. Pure.
 
-It starts from the result of `resihp.scheduler.layouts.groups` for the replicas in effect; then idle groups become
-further stages of replicas that lack some, or new replicas, and stages and replicas that take longer than the work they
-save the others are given up. Each change must be a significant improvement.
+A draft starts from the continuation of the replicas in effect (`resihp.scheduler.layouts.groups`). Idle groups then
+become further stages of replicas that lack some, or new replicas. Stages and replicas are given up if they take more
+time than the work that they save the others. Each change must be a significant improvement.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from resihp.scheduler.layouts.groups import SIGNIFICANT_GAIN, Group, Pipe, idle_
 from resihp.scheduler.situation import Situation
 
 MAX_JOINTLY_PRICED_REPLICAS = 8
-"""Most replicas for which every single change is evaluated by the time of a whole iteration."""
+"""Maximum number of replicas for which every single change is evaluated by the time of a whole iteration."""
 
 
 class Draft:
-    """`pipes` are the replicas, in order, with their layers and prices; `seconds` the predicted time of an iteration.
+    """A set of replicas under construction. `pipes` maps each replica, in order, to its layers and price; `seconds` is
+    the predicted iteration time.
 
-    Replicas of the base that are `given_up` leave their ranks to the others; so do those whose layers do not fit into
-    memory, the weakest first. `beside`: the state that ranks hold before the change, if layers need room beside it.
+    Replicas in `given_up` (indices in the base) leave their ranks to the others. If the layers of replicas do not fit
+    into memory, these replicas are added to `given_up`, the weakest first. `vacant_first`: whether stages without ranks
+    choose ranks first. `beside`: the state that ranks hold before the change, if the new state needs room beside it,
+    else None.
     """
 
     def __init__(
@@ -38,7 +41,8 @@ class Draft:
     ) -> None:
         self._situation, self._prices = situation, prices
         self._laid: dict[tuple[Pipe, int | None], Priced | None] = {}
-        """By the pipe, and the bytes of state per parameter where so many replicas share it."""
+        """Priced replicas by pipe and bytes of state per parameter (which depend on the number of replicas that share
+        state); None for a pipe that does not fit."""
         self.given_up, self._beside = set(given_up), beside
         while True:
             pipes = regroup(situation, self.given_up, vacant_first=vacant_first)
@@ -50,10 +54,10 @@ class Draft:
         self.seconds = self._seconds(self.pipes)
 
     def improve(self) -> None:
-        """Apply the best of all single changes, as long as it is a significant improvement.
+        """Apply the best single change, and repeat this as long as it is a significant improvement.
 
-        With many replicas, no single one has much effect: then each is improved by itself, and after that changes to
-        their number are compared.
+        With many replicas, a change of a single replica has little effect on the iteration time: then each replica is
+        improved by itself first, and after that only changes of the number of replicas are compared.
         """
         while True:
             if len(self.pipes) > MAX_JOINTLY_PRICED_REPLICAS:
@@ -68,9 +72,10 @@ class Draft:
             self.seconds, self.pipes = best, pipes
 
     def _improve_each(self) -> None:
-        """Give replicas more stages, or fewer, if that makes them faster by themselves; the weakest chooses first.
+        """Give each replica more stages or fewer if that makes the replica itself faster; the weakest replica chooses
+        first.
 
-        Equal replicas with equal choices have the same result: it is computed for one of them only.
+        For equal replicas with equal choices, the result is computed once.
         """
         share = max(1, round(self._situation.micro_batches / max(1, len(self.pipes))))
         used = {rank for priced in self.pipes.values() for rank in priced.replica.ranks}
@@ -111,7 +116,8 @@ class Draft:
                 self.seconds = seconds
 
     def _unlike(self, groups: Iterable[Group], pipe: Pipe) -> dict[tuple[float, bool], Group]:
-        """Return one idle group of each speed, on a node of the replica's other groups or elsewhere."""
+        """Return one idle group for each speed, separately for groups on a node of the replica and for groups
+        elsewhere."""
         own_nodes = {self._situation.nodes[rank] for group in pipe.groups for rank in group.ranks}
         group_of_kind: dict[tuple[float, bool], Group] = {}
         for group in groups:
@@ -122,7 +128,8 @@ class Draft:
     def _changed(
         self, pipe: Pipe, distinct_groups: Mapping[tuple[float, bool], Group]
     ) -> Iterator[tuple[Pipe, Priced]]:
-        """Yield the variants of a replica with one group more or less; groups on its own nodes first."""
+        """Yield the variants of a replica with one group more or one group less; groups on the replica's own nodes are
+        preferred."""
         variants: list[Pipe | None] = []
         room = self._situation.pp if untouched(self._situation, pipe) else self._situation.most_stages
         if len(pipe.groups) < room:
@@ -141,9 +148,11 @@ class Draft:
 
     @property
     def weak(self) -> int | None:
-        """Index of the weakest replica of the base that goes on with less than half of the initial ranks, or None.
+        """Index in the base of the weakest replica that continues with less than half of its initial speed; None if
+        there is none.
 
-        Only after ranks joined: they may make better use of its ranks, since the lost capacity is back.
+        Always None unless ranks joined: after that the lost capacity is back, and may make better use of the replica's
+        ranks.
         """
         if set(self._situation.available).issubset(self._situation.base.ranks):
             return None
@@ -152,8 +161,9 @@ class Draft:
 
     @property
     def _half(self) -> float:
-        """Half of a replica's initial speed. New replicas need as much: fewer ranks are more useful as standby, for the
-        groups that they came from.
+        """Half of a replica's initial speed, which is the minimum for a new replica.
+
+        Fewer ranks are more useful on standby, for the groups that they came from.
         """
         return self._situation.tp * self._situation.pp / 2
 
@@ -161,7 +171,7 @@ class Draft:
         return sum(self._situation.speed(group.ranks) for group in pipe.groups), -(pipe.base or 0)
 
     def _priced(self, pipe: Pipe, replicas: int) -> Priced | None:
-        """Return a replica, of so many in all, with its layers; None if these do not fit."""
+        """Return a replica with its layers, in a layout of `replicas` replicas; None if the layers do not fit."""
         key = pipe, self._situation.state_bytes_of(replicas)
         if key not in self._laid:
             try:
@@ -171,7 +181,7 @@ class Draft:
         return self._laid[key]
 
     def _all(self, pipes: Collection[Pipe]) -> dict[Pipe, Priced] | None:
-        """Return these replicas and no others, with their layers; None if some do not fit."""
+        """Return exactly these replicas with their layers; None if the layers of some replica do not fit."""
         priced_or_none = {pipe: self._priced(pipe, len(pipes)) for pipe in pipes}
         laid = {pipe: priced for pipe, priced in priced_or_none.items() if priced is not None}
         return laid if len(laid) == len(priced_or_none) else None
@@ -182,7 +192,8 @@ class Draft:
         return self._prices.iteration([*pipes.values()])[1]
 
     def _unfit(self, pipes: Collection[Pipe]) -> int | None:
-        """Return the replica of the base to give up next; None if all can run and there is work for each."""
+        """Return the index in the base of the replica to give up next; None if all replicas can run and have
+        micro-batches."""
         laid = {pipe: self._priced(pipe, len(pipes)) for pipe in pipes}
         unfit = [pipe for pipe, priced in laid.items() if priced is None]
         if not unfit and len(laid) > self._situation.micro_batches:
@@ -190,7 +201,7 @@ class Draft:
         return min(unfit, key=self._strength).base if unfit else None
 
     def _offers(self) -> Iterator[dict[Pipe, Priced]]:
-        """Yield every single change, except those that equal an earlier one."""
+        """Yield the drafts that differ by a single change; of equal changes, only one."""
         used = {rank for priced in self.pipes.values() for rank in priced.replica.ranks}
         idle = idle_groups(self._situation, set(self._situation.available).difference(used))
         if len(self.pipes) <= MAX_JOINTLY_PRICED_REPLICAS:
@@ -209,8 +220,10 @@ class Draft:
                 yield fewer
 
     def _with_fresh(self, idle: Sequence[Group]) -> Iterator[dict[Pipe, Priced]]:
-        """Yield the draft with one more replica. A single replica may be of any strength, and have more stages than at
-        the start if needed."""
+        """Yield the draft with one more replica of idle groups.
+
+        The only replica of a draft may have any speed, and more stages than at the start of the job if needed.
+        """
         has_offer = False
         for count in range(1, len(idle) + 1):
             if count > self._situation.pp and (self.pipes or has_offer or self._situation.room_bytes is None):
@@ -223,10 +236,10 @@ class Draft:
                     yield more
 
     def _longer(self, pipe: Pipe, group: Group) -> Pipe | None:
-        """Return the pipe with one more stage, at the position that makes the slowest stage fastest, then moves the
-        fewest layers.
+        """Return the pipe with one more stage, at the position where the slowest stage is fastest.
 
-        The positions considered are both ends, and next to groups of the same node.
+        Among equally good positions, the one that moves the fewest layers is chosen. The positions tried are both ends,
+        and next to groups on the same node. None if the layers fit nowhere.
         """
         offers: list[tuple[float, int, int, Pipe]] = []
         home = self._situation.nodes[group.ranks[0]]
@@ -241,10 +254,9 @@ class Draft:
         return min(offers, key=lambda entry: entry[:3])[3] if offers else None
 
     def _shrunk(self, pipe: Pipe) -> Iterator[tuple[Pipe, Group]]:
-        """Yield the pipe with only the fast ranks of a group that has a slow rank, and a group of its remaining fast
-        ranks.
+        """Yield the pipe with only fast ranks in a group that has a slow rank, and a group of the remaining fast ranks.
 
-        That alone gains nothing (Eq. 4 would have found it): the remaining ranks have to work elsewhere.
+        By itself this change gains nothing (Eq. 4 would have found it): the remaining ranks must work elsewhere.
         """
         for s, group in enumerate(pipe.groups):
             speeds = [self._situation.speeds.get(rank, 1.0) for rank in group.ranks]
@@ -261,7 +273,7 @@ class Draft:
                 yield Pipe((*pipe.groups[:s], smaller, *pipe.groups[s + 1 :]), pipe.base), Group(remainder)
 
     def _without_drag(self, pipe: Pipe) -> Pipe | None:
-        """Return the pipe without the slowest stage if that stage has as few layers as possible."""
+        """Return the pipe without its slowest stage, if that stage has as few layers as possible; None otherwise."""
         priced = self.pipes[pipe]
         if len(priced.replica.stages) < max(2, len(pipe.groups)) or untouched(self._situation, pipe):
             return None

@@ -1,11 +1,12 @@
-"""Exhaustive planning of small jobs: all ways to form groups, pipelines and shares of a few devices. Pure.
+"""Exhaustive planning of small jobs: tries all groups, pipelines and shares of a few devices. Pure.
 
-The progressive planner changes as little as it can; with a handful of devices, a layout from scratch may be much
-better, and everything can be tried. Devices of equal speed on a node are equal, in a group only the slowest counts, and
-a group of faster devices is never worse: so groups are runs of a node's devices in descending order of speed, and the
-devices at the end of the run stand by. Pipelines of the same groups have one solution. Layouts that a bound excludes
-are not played; the others are played in order of promise, up to a number of plays, so that the result is the same on
-every machine. Only if the devices' memory is known: nothing else keeps a device from holding the whole model.
+The progressive planner changes as little as possible. With a handful of devices, an entirely new layout may be much
+better, and all layouts can be tried. Three facts reduce their number. Devices of equal speed on one node are
+interchangeable. Only the slowest device of a group counts, and a group of faster devices is never worse: so groups are
+runs of a node's devices in descending order of speed, and the devices at the end are on standby. Pipelines of equal
+groups have one solution. Layouts that a bound excludes are not played. The others are played in order of promise, up to
+a maximum number of plays, so that the result is the same on every machine. The search requires that the devices' memory
+is known: nothing else keeps a device from holding the whole model.
 
 Called by `resihp.scheduler.planner`, which compares the result with its other candidates.
 """
@@ -29,38 +30,42 @@ from resihp.scheduler.layouts.labels import assigned
 from resihp.scheduler.situation import Situation
 
 MAX_DEVICES = 8
-"""Most devices of an exhaustive search: with more the number of possibilities grows beyond any time available."""
+"""Maximum number of devices of an exhaustive search. With more, there are too many possibilities for any available
+time."""
 
 BEAM_WIDTH = 4
-"""Pipelines of the same groups whose neighbours are considered."""
+"""Number of the best pipelines of equal groups around which the hill climb continues."""
 
 MAX_PLAYED_SLOTS = 200_000
-"""Turns of stages that are played in all. The remaining layouts are less promising than those considered."""
+"""Maximum number of turns of stages that are played in total. The layouts that remain are less promising than those
+played."""
 
 MAX_EXACT_MICRO_BATCHES = 16
-"""Micro-batches of a pipeline up to which its layers are optimised for the exact number; more change them little."""
+"""Maximum number of micro-batches of a pipeline for which its layers are optimised for the exact number. Beyond it, one
+more or less changes the best layers little."""
 
 LINE_TOLERANCE = 0.002
 """Relative error of a time that is interpolated between two played times."""
 
 TIGHT_MEMORY_FACTOR = 1.25
-"""Time of the slowest stage relative to its lower bound, about, if memory prevents the best distribution of layers."""
+"""Approximate time of the slowest stage, relative to its lower bound, if memory prevents the best distribution of
+layers."""
 
 Kind = tuple[int, float]
-"""Properties of a group that matter: degree, and the speed of its slowest device."""
+"""The properties of a group that matter: its degree, and the speed of its slowest device."""
 
 
 class _Laid(msgspec.Struct, frozen=True):
-    """A pipeline under construction: groups in order, and the layers of each."""
+    """A pipeline under construction: its groups in order, and the number of layers of each."""
 
     kinds: tuple[Kind, ...]
     counts: tuple[int, ...]
 
 
 def replicas(situation: Situation, prices: Prices, below: float) -> list[Priced] | None:
-    """Return the best replicas, if an iteration takes them less than `below`; None otherwise.
+    """Return the best replicas if an iteration takes them less than `below`; None otherwise.
 
-    Also None for jobs that are too large, whose devices' memory is unknown, or without any change.
+    Also None if the job is too large, if the devices' memory is unknown, or if nothing has changed.
     """
     if not (
         situation.lost or situation.speeds or situation.links or set(situation.available) - {*situation.base.active}
@@ -94,7 +99,11 @@ class _ExhaustiveSearch:
                 self._by_node[situation.nodes[rank]].append(rank)
 
     def best(self, below: float) -> list[Priced] | None:
-        """Return the best layout, the most promising first, until all others must take longer, or enough was played."""
+        """Return the replicas of the fastest layout found; None if no layout takes less than `below`.
+
+        The most promising layouts are played first. The search ends when all others must take longer, or enough was
+        played.
+        """
         best_parts_and_counts: tuple[tuple[tuple[Kind, ...], ...], tuple[int, ...]] | None = None
         for _, parts in self._promising(below):
             if self._slots > MAX_PLAYED_SLOTS:
@@ -105,8 +114,8 @@ class _ExhaustiveSearch:
         return None if best_parts_and_counts is None else self._named(*best_parts_and_counts)
 
     def _promising(self, below: float) -> list[tuple[float, tuple[tuple[Kind, ...], ...]]]:
-        """Return all ways to form pipelines that could take less than `below`, ordered by an estimate of the
-        iteration's time."""
+        """Return all ways to form pipelines that could take less than `below`, sorted by an estimate of the iteration
+        time."""
         nodes = [
             sorted(set(_runs([self._p(r) for r in ranks], self._degrees))) for _, ranks in sorted(self._by_node.items())
         ]
@@ -121,14 +130,14 @@ class _ExhaustiveSearch:
         return sorted((seconds, parts) for parts, seconds in seconds_of_parts.items())
 
     def _about(self, parts: Sequence[tuple[Kind, ...]]) -> float:
-        """Estimate the seconds of an iteration: each pipeline's slowest stage for each micro-batch, plus all stages
-        once."""
+        """Estimate the seconds of an iteration: for each pipeline, its slowest stage per micro-batch, plus all its
+        stages once."""
         lines = [self._line(kinds) for kinds in parts]
         counts = shares.lines_split(self._s.micro_batches, lines)
         return max(ramp + m * pace for (ramp, pace), m in zip(lines, counts, strict=True))
 
     def _line(self, kinds: tuple[Kind, ...]) -> tuple[float, float]:
-        """Return the seconds of ramps, and of each micro-batch."""
+        """Return the estimated seconds of a pipeline's ramps, and of each micro-batch."""
         line = self._lines.get(kinds)
         if line is None:
             order = tuple(reversed(kinds))
@@ -152,7 +161,8 @@ class _ExhaustiveSearch:
         return tuple(k for k in sorted(powers) if k <= self._s.tp and not self._s.model.tensor_parallel_obstacle(k))
 
     def _share(self, parts: Sequence[tuple[Kind, ...]], below: float) -> tuple[float, tuple[int, ...]] | None:
-        """Return the time of an iteration and the micro-batches of each pipeline, if it takes less than `below`."""
+        """Return the time of an iteration and the micro-batches of each pipeline; None if the time is not less than
+        `below`."""
         if sum(below // self._bottleneck(kinds) for kinds in parts) < self._s.micro_batches:
             return None
         guess = shares.lines_split(self._s.micro_batches, [self._line(kinds) for kinds in parts])
@@ -165,21 +175,22 @@ class _ExhaustiveSearch:
         return (seconds, counts) if seconds < below else None
 
     def _played_line(self, kinds: tuple[Kind, ...], m: int, replicas: int) -> tuple[float, float]:
-        """Return the line like `_line`, through two times that were played near `m`."""
+        """Return ramps and pace as `_line` does, but from two played times near `m` micro-batches."""
         begin, laid = self._pipeline(kinds, m, replicas)
         if laid is None:
             return self._line(kinds)
-        pace = (self._play([laid], m + len(kinds))[0] - begin) / len(kinds)  # the pace of a period
+        pace = (self._play([laid], m + len(kinds))[0] - begin) / len(kinds)  # mean over one period
         return begin - m * pace, pace
 
     def _bottleneck(self, kinds: tuple[Kind, ...]) -> float:
-        """Return a lower bound of the slowest stage's time for one micro-batch."""
+        """Return a lower bound of the time of the slowest stage for one micro-batch."""
         return self._work / _power(kinds)
 
     def _pipeline(self, kinds: tuple[Kind, ...], m: int, replicas: int) -> tuple[float, _Laid | None]:
-        """Return the best pipeline of these groups, of so many in all, for so many micro-batches.
+        """Return the best pipeline of these groups for `m` micro-batches, and its time, in a layout of `replicas`
+        replicas.
 
-        Layers are optimised for a rounded number if there are many micro-batches.
+        With many micro-batches, the layers are optimised for a rounded number.
         """
         state_bytes = self._s.state_bytes_of(replicas)
         best = self._pipelines.get((kinds, m, state_bytes))
@@ -194,7 +205,7 @@ class _ExhaustiveSearch:
         return best
 
     def _laid_out(self, kinds: tuple[Kind, ...], m: int, state_bytes: int | None) -> tuple[float, _Laid | None]:
-        """Try every order, and the partitions that are worth it."""
+        """Return the best pipeline over all orders of the groups, and over the partitions that a hill climb reaches."""
         best: tuple[float, _Laid | None] = (math.inf, None)
         tried: set[_Laid] = set()
         offers = self._first_offers(kinds, m, state_bytes)
@@ -215,8 +226,11 @@ class _ExhaustiveSearch:
         return self._prices.shapes_seconds([self._shape(pipeline) for pipeline in laid], m)
 
     def _first_offers(self, kinds: tuple[Kind, ...], m: int, state_bytes: int | None) -> list[_Laid]:
-        """Return pipelines with each group last in turn, where the head is, the others by strength, ascending or
-        descending."""
+        """Return the pipelines from which the hill climb starts.
+
+        Each kind of group in turn is last, where the head is; the others are sorted by strength, ascending or
+        descending.
+        """
         offers: dict[_Laid, None] = {}
         for last in sorted(set(kinds)):
             other_kinds = sorted(kinds)
@@ -228,7 +242,7 @@ class _ExhaustiveSearch:
         return list(offers)
 
     def _nearby(self, laid: _Laid, m: int, state_bytes: int | None) -> Iterator[_Laid]:
-        """Yield the pipelines with one layer elsewhere, or with two neighbours exchanged."""
+        """Yield the pipelines in which one layer is on another stage, or two neighbouring stages are exchanged."""
         for counts in layers.nearby(laid.counts, self._room(laid.kinds, m, state_bytes)):
             yield _Laid(laid.kinds, counts)
         for s in range(len(laid.kinds) - 1):
@@ -269,7 +283,8 @@ class _ExhaustiveSearch:
     # Assignment of real ranks.
 
     def _named(self, parts: tuple[tuple[Kind, ...], ...], counts: tuple[int, ...]) -> list[Priced]:
-        """Return replicas of real ranks: each place gets the ranks that hold most of the layers that it needs."""
+        """Return replicas of real ranks: each place gets the ranks that hold most of the layers that the place
+        needs."""
         laid = [self._pipeline(kinds, m, len(parts))[1] for kinds, m in zip(parts, counts, strict=True)]
         places = [
             (i, s, kind, span)
@@ -294,7 +309,7 @@ class _ExhaustiveSearch:
         return [self._prices.priced(replica) for replica in replicas]
 
     def _groups(self, wanted: list[Kind]) -> list[tuple[tuple[int, ...], Kind]]:
-        """Return real groups of these kinds: one run of each node, which together have exactly these kinds."""
+        """Return real groups of exactly the kinds `wanted`: the groups of one run of each node's devices."""
         names = sorted(self._by_node)
         options = [[run for run in _named_runs(self._by_node[name], self._p, self._degrees)] for name in names]
 
@@ -318,7 +333,8 @@ class _ExhaustiveSearch:
         return groups
 
     def _kept(self, ranks: tuple[int, ...], span: LayerSpan) -> float:
-        """Return the number of layers that the ranks hold already, each weighted by the part that it needs of them."""
+        """Return the number of layers of `span` that the ranks already hold, each weighted by a rank's share of the
+        layer."""
         needed = set(range(span[0], span[1] + 1))
         return sum(
             len(needed.intersection(held_state[2].layers)) / len(ranks)
@@ -330,13 +346,14 @@ class _ExhaustiveSearch:
         return self._s.speeds.get(rank, 1.0)
 
     def _order(self, rank: int) -> tuple[float, float, float, int]:
-        """Order ranks by speed, fast ones first, and equal ones by stage."""
+        """Return a sort key of ranks: fast ranks first, equally fast ranks by their stage."""
         place = self._held.get(rank)
         return (-self._p(rank), *(place[:2] if place else (math.inf, math.inf)), rank)
 
 
 def _runs(speeds: Sequence[float], degrees: Sequence[int]) -> Iterator[tuple[Kind, ...]]:
-    """Yield ways to cut devices, fast ones first, into groups; devices at the end may be left out."""
+    """Yield the ways to cut devices, sorted by speed with the fastest first, into groups; devices at the end may be
+    left out."""
     yield ()
     for k in degrees:
         if k <= len(speeds):
@@ -355,7 +372,8 @@ def _named_runs(
 
 
 def _parts(kinds: tuple[Kind, ...], most: int, pipelines: int) -> Iterator[tuple[tuple[Kind, ...], ...]]:
-    """Yield ways to distribute groups over at most so many pipelines of at most `most` stages; some occur twice."""
+    """Yield the ways to distribute groups over at most `pipelines` pipelines of at most `most` stages; some ways occur
+    twice."""
 
     def extend(i: int, parts: list[tuple[Kind, ...]]) -> Iterator[tuple[tuple[Kind, ...], ...]]:
         if i == len(kinds):
@@ -375,7 +393,7 @@ def _power(kinds: Sequence[Kind]) -> float:
 
 
 def _round(micro_batches: int) -> int:
-    """Round a large number of micro-batches down to a power of two, or to one and a half times one."""
+    """Round a large number of micro-batches down to a power of two, or to 1.5 times a power of two."""
     if micro_batches <= MAX_EXACT_MICRO_BATCHES:
         return micro_batches
     step = 1 << (micro_batches.bit_length() - 2)

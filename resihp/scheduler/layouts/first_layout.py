@@ -1,9 +1,9 @@
-"""Tuning of a layout with equal replicas: the same groups with their own partition, placement and orders. Pure.
+"""Tuning of a layout with equal replicas: the same groups with a better partition, placement and orders. Pure.
 
-Megatron's grid gives every stage equally many layers whatever these cost, and one of the literature's schedules. Where
-embedding, head or layers differ, the tuner (`resihp.scheduler.orders.tuner`) finds a faster pipeline for the same
-groups. It is taken if the timeline confirms it and memory suffices. Called by the controller before the first iteration
-and, with measured times, after some (`[layout] tune`), and by `resihp plan --tune`.
+Megatron's grid gives every stage the same number of layers, whatever they cost, and a schedule of the literature. If
+embedding, head or layers differ in cost, the tuner (`resihp.scheduler.orders.tuner`) finds a faster pipeline for the
+same groups. The result is used if the timeline confirms it and memory suffices. Called by the controller before the
+first iteration and, with measured times, after some iterations (`[layout] tune`), and by `resihp plan --tune`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from resihp.scheduler.situation import Decision, Situation
 
 TUNING_EVALUATIONS = 400
 MAX_PLAYED_REPLICAS = 8
-"""Most replicas of which each is played."""
+"""Maximum number of replicas for which each replica is played; in a larger job one of the equal replicas is played."""
 ALIVE_REDUCTION = 0.6
-"""Factor on the live activations each time that a pipeline does not fit; after four times tuning is given up."""
+"""Factor by which the allowed live activations shrink each time that a pipeline does not fit; after four times tuning
+is given up."""
 
 
 def tuned(
@@ -34,11 +35,12 @@ def tuned(
     evaluations: int = TUNING_EVALUATIONS,
     name: str = "Megatron's grid",
 ) -> Decision:
-    """Return `plan`, called `name`, or the same groups with a faster pipeline of at most `most_chunks` chunks a stage.
+    """Return `plan`, or the same groups with a faster pipeline of at most `most_chunks` chunks a stage.
 
-    All replicas are tuned in the same way. They stay as they are if they differ, if their shares of micro-batches
-    differ, or if there is only one stage. If memory is unknown, no stage keeps more alive than the fullest stage of the
-    grid that the job was started with. W may be separate from B, whatever the schedule.
+    `name` names `plan` in the reason; `evaluations` is the number of orders to make and play. All replicas are tuned in
+    the same way. The plan is unchanged if its replicas differ, if their shares of micro-batches differ, or if there is
+    only one stage. If memory is unknown, no stage keeps more activations alive than the fullest stage of the initial
+    grid. W may be separate from B, whatever the schedule.
     """
     replicas = plan.layout.replicas
     shares = {len(share) for share in plan.assignment}
@@ -81,7 +83,7 @@ def tuned(
 
 
 def _seconds(plan: Plan, situation: Situation) -> float:
-    """Return the predicted time of an iteration; of many equal replicas the first is played for all."""
+    """Return the predicted time of an iteration; of many equal replicas, only the first is played."""
     replicas = plan.layout.replicas
     if situation.speeds or situation.links or plan.migrations or len(replicas) <= MAX_PLAYED_REPLICAS:
         return iteration_seconds(plan, situation)
@@ -98,7 +100,8 @@ def _seconds(plan: Plan, situation: Situation) -> float:
 
 
 def _fitting(plan: Plan, situation: Situation, task: Task, evaluations: int) -> Tuned | None:
-    """Return the fastest pipeline that fits, with fewer and fewer live activations; None if none does."""
+    """Return the fastest pipeline that fits into memory, trying ever fewer live activations; None if no pipeline
+    fits."""
     max_alive = max(megatron(task, situation.chunks).alive)
     if situation.memory_bytes is not None:
         max_micro_batches = memory.most_alive(
@@ -134,7 +137,7 @@ def _fitting(plan: Plan, situation: Situation, task: Task, evaluations: int) -> 
 
 
 def _of(plan: Plan, pipeline: Tuned) -> Plan:
-    """Return the plan with all replicas tuned like this pipeline."""
+    """Return the plan with all replicas in the form of the tuned pipeline."""
     replicas = tuple(pipeline.replica([stage.ranks for stage in replica.stages]) for replica in plan.layout.replicas)
     return msgspec.structs.replace(
         plan,

@@ -1,8 +1,9 @@
-"""Ranks of each stage: progressive exclusion, replacement, and the resulting layers. Pure.
+"""Ranks and layers of each stage of a replica: progressive exclusion, replacement, distribution of layers. Pure.
 
-The paper's first two steps. Each stage keeps the best set by Eq. 4 of its live ranks and of idle ones on its node, the
-weakest stage choosing first; a stage without ranks is replaced or left out. Then each replica's layers are spread over
-its groups. Whether to add or give up whole stages and replicas is decided in `resihp.scheduler.planner`.
+These are the paper's first two steps. By Eq. 4, each stage keeps the best set of its live ranks and of idle ranks on
+its node; the weakest stage chooses first. A stage without ranks gets others, or is left out. Then the layers of each
+replica are spread over its groups. The module never adds or gives up whole stages or replicas:
+`resihp.scheduler.layouts.draft` does.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ SIGNIFICANT_GAIN = 0.01
 
 
 class Group(msgspec.Struct, frozen=True):
-    """Ranks of one stage, in order, and the layers that they (or the ranks that they replace) held."""
+    """Ranks of one stage, in order, and the layers that they held, or that the ranks that they replace held."""
 
     ranks: tuple[int, ...]
     held: tuple[LayerSpan, ...] = ()
 
 
 class Pipe(msgspec.Struct, frozen=True):
-    """A replica under construction: groups in pipeline order, and the replica of the base that it continues."""
+    """A replica under construction: its groups in pipeline order, and the index of the base's replica that it continues
+    (None for a new one)."""
 
     groups: tuple[Group, ...]
     base: int | None = None
@@ -63,11 +65,11 @@ class Pool:
 
 
 def regroup(situation: Situation, given_up: Collection[int] = (), *, vacant_first: bool = True) -> tuple[Pipe, ...]:
-    """Return the continuation of each replica of the base; replicas `given_up` are left out, and their ranks become
-    free.
+    """Return the continuation of each replica of the base. Replicas in `given_up` are left out; their ranks become
+    idle.
 
-    Stages choose from the pool in ascending order of the speed that they have left. `vacant_first`: stages without any
-    rank choose before all others, else after.
+    Stages choose ranks from the pool of idle ranks, the stage with the lowest remaining speed first. `vacant_first`:
+    whether stages without any rank choose before all others, or after them.
     """
     live = set(situation.available)
     replicas = len(situation.base.replicas) - len(given_up)
@@ -95,7 +97,7 @@ def regroup(situation: Situation, given_up: Collection[int] = (), *, vacant_firs
 
 
 def idle_groups(situation: Situation, idle: Collection[int]) -> tuple[Group, ...]:
-    """Return groups that could be made of the ranks without work, each on one node, fastest first."""
+    """Return the groups that idle ranks could form, each on one node, fastest first."""
     pool = Pool(situation, sorted(idle))
     groups: list[Group] = []
     for node in pool.nodes:
@@ -113,13 +115,14 @@ def idle_groups(situation: Situation, idle: Collection[int]) -> tuple[Group, ...
 
 
 def lay(situation: Situation, pipe: Pipe, replicas: int, holds: Mapping[int, HeldState] | None = None) -> Replica:
-    """Give the groups of a replica, of so many in all, their layers.
+    """Return a replica of these groups with their layers, in a layout of `replicas` replicas.
 
-    Raises PlanError if these do not fit the groups' memory, beside the state of each rank in `holds` if given.
-
-    A replica whose groups are unchanged keeps its layers. If speeds of its ranks were measured, other layers are chosen
-    if they make its slowest stage significantly faster, or if it no longer has room for its layers. If there are more
+    A replica of unchanged groups keeps its layers, with two exceptions: some of its ranks' speeds were measured, and
+    other layers make its slowest stage significantly faster; or its layers no longer fit into memory. If there are more
     virtual stages than layers, the slowest groups are left out.
+
+    Raises PlanError if the layers do not fit into the groups' memory, or, with `holds`, beside the state that each rank
+    holds.
     """
     before = None if pipe.base is None else situation.base.replicas[pipe.base]
     same = before is not None and _same(pipe, before) and not _outgrown(situation, before, replicas)
@@ -151,7 +154,7 @@ def lay(situation: Situation, pipe: Pipe, replicas: int, holds: Mapping[int, Hel
 def _most_layers(
     situation: Situation, groups: Sequence[Group], replicas: int, holds: Mapping[int, HeldState] | None
 ) -> list[int] | None:
-    """Return the most layers that each group has memory for, as in `lay`; None if memory is unknown."""
+    """Return the most layers that each group has memory for, with arguments as in `lay`; None if memory is unknown."""
     if situation.room_bytes is None:
         return None
     setups = [situation.stage_setup(s, len(groups), len(group.ranks), replicas) for s, group in enumerate(groups)]
@@ -165,7 +168,7 @@ def _most_layers(
 
 
 def untouched(situation: Situation, pipe: Pipe) -> bool:
-    """Return whether nothing is known of a replica that would change it: the same ranks, none of them measured."""
+    """Return whether there is no reason to change a replica: it has the same ranks, and none of them was measured."""
     if pipe.base is None:
         return False
     before = situation.base.replicas[pipe.base]
@@ -175,7 +178,7 @@ def untouched(situation: Situation, pipe: Pipe) -> bool:
 def _beside(
     situation: Situation, ranks: tuple[int, ...], setup: StageSetup, replicas: int, holds: Mapping[int, HeldState]
 ) -> int:
-    """Return the layers for which a group has room beside the old state of its ranks."""
+    """Return the number of layers for which a group has room beside the old state of its ranks."""
     assert situation.room_bytes is not None
     return transition_memory.layers_beside(
         [holds.get(rank) for rank in ranks],
@@ -188,8 +191,8 @@ def _beside(
 
 
 def _outgrown(situation: Situation, before: Replica, replicas: int) -> bool:
-    """Return whether fewer replicas than before share the state, and an unchanged one has no room for its part any
-    more."""
+    """Return whether an unchanged replica no longer fits because fewer replicas than before share the optimizer's
+    state."""
     if situation.room_bytes is None or len(situation.base.replicas) <= replicas or not situation.zero_1:
         return False
     stages = len(before.stages)
@@ -213,7 +216,7 @@ def _throughputs(situation: Situation, ranks: Iterable[int]) -> list[tuple[int, 
 
 
 def _left(situation: Situation, stage: Stage, live_ranks: tuple[int, ...]) -> float:
-    """Return the speed of the best group of the ranks that a stage has left."""
+    """Return the speed of the best group of a stage's live ranks."""
     if live_ranks != stage.ranks or not _unmeasured(situation, live_ranks):
         live_ranks = tp_groups.exclude(
             _throughputs(situation, live_ranks),
@@ -226,9 +229,11 @@ def _left(situation: Situation, stage: Stage, live_ranks: tuple[int, ...]) -> fl
 def _choice(
     situation: Situation, setup: StageSetup, stage: Stage, live_ranks: tuple[int, ...], pool: Pool
 ) -> tuple[int, ...]:
-    """Choose the ranks of a stage: the fastest group by Eq. 3-4 on each of its nodes, or on any if it has no rank left.
+    """Return the ranks of a stage: the fastest group by Eq. 3-4 on one of its nodes, or on any node if it has no live
+    rank.
 
-    Among equally fast groups, one on a node of the stage is preferred, then one that leaves the fewest ranks idle.
+    Among equally fast groups, a group on a node of the stage is preferred, then the group that leaves the fewest ranks
+    idle.
     """
     crosses = len({situation.nodes[rank] for rank in live_ranks}) > 1 and situation.speed(live_ranks) > 0
     if live_ranks == stage.ranks and (

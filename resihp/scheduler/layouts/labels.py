@@ -1,10 +1,10 @@
-"""Assignment of ranks to the places of a layout, so that they keep most of the state that a place needs. Pure.
+"""Assigns ranks to the places of a layout, so that they keep most of the state that their places need. Pure.
 
-A search finds shapes; which of several equal ranks takes which place is then free. Whole nodes exchange places,
-whatever their groups, then groups of equally many, equally fast ranks over the whole job, then equally fast ranks of a
-node within it, standby or not. Each is an assignment of least bytes (`scipy.optimize.linear_sum_assignment`), and they
-are repeated until nothing is gained. Called by `resihp.scheduler.anytime`, and by the planner if the transition lacks
-memory otherwise.
+A search finds the shape of a layout; the choice among equal ranks for each place remains free. The module exchanges
+ranks in three steps: whole nodes, whatever their groups; groups of equal size and equal speeds, over the whole job;
+equally fast ranks within a node, including standby ranks. Each step is an assignment that minimises the bytes to
+receive (`scipy.optimize.linear_sum_assignment`); the steps are repeated until they gain nothing. Called by
+`resihp.scheduler.anytime`, and by the planner if memory would otherwise not suffice for the transition.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from resihp.scheduler.cost.lacking_state import Lacking
 from resihp.scheduler.situation import Situation
 
 MAX_ROUNDS = 4
-"""Most rounds; two are usual."""
+"""Maximum number of rounds; two are usual."""
 MAX_RANKS_TOGETHER = 512
-"""Most ranks of a job in which all exchange places; in a larger job only the replicas that lack state, and standby
-ranks."""
+"""Maximum number of ranks of a job for which all ranks may be exchanged. In a larger job, only standby ranks and the
+ranks of replicas that lack state are exchanged."""
 
 MAX_NODES = 32
-"""Most nodes that exchange places as a whole."""
+"""Maximum number of nodes that are exchanged as a whole."""
 
 
 def assigned(gains: npt.NDArray[Any], *, maximize: bool = False) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Call `scipy.optimize.linear_sum_assignment`, imported by the first call.
+    """Call `scipy.optimize.linear_sum_assignment`, which the first call imports.
 
-    The import takes as long as the rest of a question that assigns no ranks. A controller has it loaded since its start
-    (`transition_cost`).
+    The import takes as long as the rest of a decision that assigns no ranks. A controller has imported scipy since its
+    start (`transition_cost`).
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -46,7 +46,7 @@ def assigned(gains: npt.NDArray[Any], *, maximize: bool = False) -> tuple[npt.ND
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """A stage. Its ranks have the seats from `first` on."""
+    """A stage and its seats: its ranks have the `tp` seats from number `first` on."""
 
     replica: int
     stage: int
@@ -55,9 +55,10 @@ class _Place(msgspec.Struct, frozen=True):
 
 
 def relabelled(replicas: Sequence[Replica], situation: Situation) -> tuple[Replica, ...]:
-    """Return the same shapes at the same speeds, of ranks that need to receive fewer bytes, or the replicas unchanged.
+    """Return the replicas with equal shapes and speeds, on ranks that receive fewer bytes; unchanged if there are no
+    such ranks.
 
-    Groups stay on one node each, but may be on another one: if links differ, the time may differ, too.
+    Each group stays within one node, but may change nodes: if links differ, the iteration time may therefore change.
     """
     if not replicas:
         return ()
@@ -99,7 +100,7 @@ class _Labels:
         return self._situation.nodes[rank], self._situation.speeds.get(rank, 1.0)
 
     def run(self, replicas: tuple[Replica, ...], *, between: bool = True) -> tuple[Replica, ...]:
-        """Return the replicas with ranks exchanged; `between`: groups of different nodes are exchanged, too."""
+        """Return the replicas with ranks exchanged. `between`: whether to exchange nodes and groups as well."""
         bytes_now = self.bytes_of(replicas)
         for _ in range(MAX_ROUNDS):
             starts = (replicas, self._between_nodes(replicas)) if between else (replicas,)
@@ -121,7 +122,7 @@ class _Labels:
         return [(place, replicas[place.replica].stages[place.stage].ranks) for place in self._places]
 
     def _assigned(self, seats: Sequence[int], pool: Sequence[int]) -> tuple[int, list[int]]:
-        """Return the fewest bytes of assigning these ranks to the seats, and the rank of each seat."""
+        """Return the fewest bytes with which ranks of `pool` can take the seats, and the rank of each seat."""
         key = tuple(seats), tuple(pool)
         if key not in self._known:
             cost = self._bytes[np.array([self._row[rank] for rank in pool]), np.array(seats)[:, None]]
@@ -130,13 +131,13 @@ class _Labels:
         return self._known[key]
 
     def _least(self, place: _Place, pool: Sequence[int]) -> int:
-        """Return the least bytes that a place needs if it alone could choose among these ranks."""
+        """Return the fewest bytes that a place needs if it chooses first among these ranks."""
         if place.tp == 1:
             return int(self._bytes[[self._row[rank] for rank in pool], place.first].min())
         return self._assigned(self._seats(place), pool)[0]
 
     def _between_nodes(self, replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
-        """Move all groups of a node, whatever their widths, to a node that has ranks of their speeds for them."""
+        """Move all groups of each node, whatever their sizes, to a node that has ranks of their speeds."""
         seats: defaultdict[str, defaultdict[float, list[int]]] = defaultdict(lambda: defaultdict(list))
         rank_of_seat: list[int] = []
         for place, ranks in self._seated(replicas):
@@ -161,9 +162,9 @@ class _Labels:
         return self._with(replicas, rank_of_seat)
 
     def _named(self, seats: dict[float, list[int]], node: str) -> tuple[int, list[tuple[int, int]]] | None:
-        """Return the bytes that these seats lack if ranks of a node take them, and the pairs of seat and rank.
+        """Return the bytes that ranks of `node` would receive in these seats, and (seat, rank) for each seat.
 
-        None if the node has too few ranks of some speed.
+        `seats`: the seats for ranks of each speed. None if the node has too few ranks of some speed.
         """
         total: int = 0
         seat_ranks: list[tuple[int, int]] = []
@@ -177,7 +178,7 @@ class _Labels:
         return total, seat_ranks
 
     def _between_groups(self, replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
-        """Assign groups of one width and equal speeds to the places of such groups."""
+        """Assign groups of equal size and speeds, including idle ones, to the places of such groups."""
         members_of_kind: defaultdict[tuple[float, ...], list[tuple[_Place, tuple[int, ...]]]] = defaultdict(list)
         for place, ranks in self._seated(replicas):
             members_of_kind[tuple(sorted(self._kind(rank)[1] for rank in ranks))].append((place, ranks))
@@ -200,7 +201,7 @@ class _Labels:
         return self._with(replicas, rank_of_seat)
 
     def _idle_groups(self, speeds: tuple[float, ...], idle: set[int]) -> list[tuple[int, ...]]:
-        """Return groups of standby ranks with these speeds, as many as each node has."""
+        """Return groups of standby ranks with exactly these speeds, as many as each node can form."""
         groups = []
         for node in sorted({self._situation.nodes[rank] for rank in idle}):
             ranks_of_speed = {
@@ -215,7 +216,7 @@ class _Labels:
         return self._within_groups(self._within_nodes(self._within_groups(replicas)))
 
     def _within_groups(self, replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
-        """Choose the order of each group's ranks."""
+        """Choose the order of the ranks within each group."""
         rank_of_seat: list[int] = []
         for place, ranks in self._seated(replicas):
             rank_of_seat += ranks if place.tp == 1 else self._assigned(self._seats(place), ranks)[1]
@@ -225,11 +226,11 @@ class _Labels:
         return range(place.first, place.first + place.tp)
 
     def _like(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Return all ranks with the nodes and speeds of these ranks."""
+        """Return all ranks on the same nodes and with the same speeds as these ranks."""
         return tuple(dict.fromkeys(rank for own in ranks for rank in self._at[self._kind(own)]))
 
     def _within_nodes(self, replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
-        """Assign ranks of one node and speed to the seats that such ranks have."""
+        """Assign all ranks of one node and one speed to the seats that such ranks have now."""
         seats: defaultdict[tuple[str, float], list[int]] = defaultdict(list)
         rank_of_seat = [0] * self._bytes.shape[1]
         for place, ranks in self._seated(replicas):
@@ -241,7 +242,7 @@ class _Labels:
         return self._with(replicas, rank_of_seat)
 
     def _with(self, replicas: tuple[Replica, ...], rank_of_seat: list[int]) -> tuple[Replica, ...]:
-        """Return the replicas with these ranks in the seats."""
+        """Return the replicas with the given rank in each seat."""
         ranks = {
             (place.replica, place.stage): tuple(rank_of_seat[place.first : place.first + place.tp])
             for place in self._places

@@ -1,7 +1,7 @@
 """Number of layers of each stage of a replica, in proportion to its speed (the paper's layer repartition). Pure.
 
-One replica at a time, so that replicas may differ. The embedding and the head take time like some fraction of a layer,
-which is added to the stages that hold them. Which ranks form the stages is not decided here.
+Each replica is partitioned separately, so replicas may differ. Embedding and head count as fractions of a layer on the
+stages that hold them. The module never decides which ranks form the stages.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ _TIME_TOLERANCE = 1e-9
 """Relative difference below which two times count as equal."""
 
 _MAX_TRADE_OFFS = 8
-"""Most partitions considered between the one with the fastest slowest stage and the one with the smallest sum."""
+"""Maximum number of partitions considered between the one with the fastest slowest stage and the one with the least
+total time."""
 
 
 class Ends(msgspec.Struct, frozen=True):
-    """Time of the embedding and of the head, in layers."""
+    """Time of the embedding and of the head, in units of a layer's time."""
 
     embedding: float = 0.0
     head: float = 0.0
 
 
 def ends_of(times: Profile) -> Ends:
-    """Return the ends of a profile, in layers of mean duration."""
+    """Return the times of embedding and head in a profile, in units of the mean layer's time."""
     layer = sum(layer.total for layer in times.layers) / len(times.layers)
     return Ends(times.embedding.total / layer, times.head.total / layer)
 
 
 def fitting(layers: int, speeds: Sequence[float], chunks: int = 1) -> tuple[int, ...]:
-    """Return the indices of the stages that can stay if each needs a layer for each chunk; the slowest are dropped
+    """Return the indices of the stages that remain if each stage needs one layer per chunk; the slowest are dropped
     first."""
     stay = list(range(len(speeds)))
     while len(stay) > 1 and len(stay) * chunks > layers:
@@ -48,7 +49,7 @@ def fitting(layers: int, speeds: Sequence[float], chunks: int = 1) -> tuple[int,
 
 
 def slowest(spans: Sequence[Chunks], speeds: Sequence[float], ends: Ends) -> float:
-    """Return the time of the slowest stage for one micro-batch in one direction, in layers of a healthy device."""
+    """Return the time of the slowest stage for one micro-batch, in units of a layer's time on a healthy device."""
     return max(_seconds(s, _count(chunks), speeds, ends) for s, chunks in enumerate(spans))
 
 
@@ -63,11 +64,11 @@ def partition(
 ) -> tuple[Chunks, ...]:
     """Return the layers of each stage, in `chunks` spans each, that make the slowest stage as fast as possible.
 
-    `speeds`: of the stages, in healthy devices. `before`: the layers that each stage holds now, () for none; `limits`:
-    the number of layers that each stage has memory for. Stages hold at least one layer in each chunk. Among equally
-    good partitions the one that moves the fewest layers is taken, then the most even one, then the one that gives more
-    to earlier stages. With several chunks, it is the present partition if no other is better, else an even cut of each
-    stage's layers. Raises PlanError if there are not enough layers, or too many.
+    `speeds`: speed of each stage in healthy devices. `before`: the layers that each stage holds now, () for none.
+    `limits`: the number of layers that each stage has memory for. Every chunk gets at least one layer. Among equally
+    good partitions, the one that moves the fewest layers is chosen, then the most even one, then the one with more
+    layers on earlier stages. With several chunks, the present partition is kept if none is better; otherwise each
+    stage's layers are cut evenly. Raises PlanError if there are too few layers, or too many for the memory.
     """
     ends = ends or Ends()
     max_counts = [layers] * len(speeds) if limits is None else list(limits)
@@ -86,9 +87,10 @@ def partition(
 def trade_offs(times: Profile, speeds: Sequence[float], limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Yield partitions that may be best for some number of micro-batches, the one with the fastest slowest stage first.
 
-    A pipeline takes about the time of all its stages, plus that of the slowest for each further micro-batch. So for
-    each bound on the slowest stage there is one candidate, the partition with the smallest sum: as many layers as the
-    bound allows on the fastest stages. Layers count as equal. Yields nothing if memory does not suffice.
+    A pipeline takes about the time of all its stages, plus the time of the slowest stage for each further micro-batch.
+    So for each bound on the slowest stage, one partition is a candidate: the one with the least total time, which puts
+    as many layers on the fastest stages as the bound allows. All layers count as equal. Yields nothing if memory does
+    not suffice.
     """
     layers, ends = len(times.layers), ends_of(times)
     limits = [min(limit, layers) for limit in limits]
@@ -123,7 +125,7 @@ def trade_offs(times: Profile, speeds: Sequence[float], limits: Sequence[int]) -
 
 
 def nearby(counts: Sequence[int], limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the partitions that differ by one layer, taken from one stage and given to another."""
+    """Yield the partitions in which one layer has moved from one stage to another."""
     for a, b in itertools.permutations(range(len(counts)), 2):
         if counts[a] > 1 and counts[b] < limits[b]:
             yield tuple(n - (s == a) + (s == b) for s, n in enumerate(counts))
@@ -139,8 +141,10 @@ def _seconds(s: int, count: int, speeds: Sequence[float], ends: Ends) -> float:
 
 
 def _fastest(layers: int, speeds: Sequence[float], chunks: int, ends: Ends, max_counts: list[int]) -> list[int]:
-    """Return the layers of each stage by adding one layer at a time where it is done first: optimal for equal
-    layers."""
+    """Return the number of layers of each stage that minimises the slowest stage's time; optimal if layers are equal.
+
+    Layers are added one by one, each to the stage that would finish it first.
+    """
     counts = [chunks] * len(speeds)
     layers_left = layers - sum(counts)
     if layers_left < 0:
@@ -160,8 +164,10 @@ def _fastest(layers: int, speeds: Sequence[float], chunks: int, ends: Ends, max_
 def _nearest(
     layers: int, speeds: Sequence[float], ends: Ends, before: Sequence[Chunks], max_counts: list[int], bound: float
 ) -> list[int]:
-    """Return counts within `bound` that move the fewest layers, by dynamic programming from the last stage to the
-    first."""
+    """Return numbers of layers that keep every stage within `bound` and move the fewest layers.
+
+    The method is dynamic programming from the last stage to the first.
+    """
     layers_before = [set(itertools.chain.from_iterable(range(a, b + 1) for a, b in chunk)) for chunk in before]
     layers_before += [set()] * (len(speeds) - len(layers_before))
     times = [
@@ -196,7 +202,8 @@ def _nearest(
 
 
 def _cut(counts: Sequence[int], chunks: int, ends: Ends) -> tuple[Chunks, ...]:
-    """Return the spans in pipeline order: the first chunk of every stage, then the second of every stage."""
+    """Return the spans of each stage, dealt in pipeline order: the first chunk of every stage, then the second of every
+    stage."""
     sizes: list[list[int]] = []
     for s, count in enumerate(counts):
         extra = [0.0] * chunks

@@ -1,11 +1,13 @@
-"""Gives ranks on standby copies of state that has one holder, so that the next loss does not destroy it. Pure.
+"""Gives standby ranks copies of state that has a single holder, so that the next loss does not destroy it. Pure.
 
-A mirror is a replica without micro-batches (`resihp.parallelism.plan.Plan.mirrors`). It costs its share of the sums of
-gradients and a step; a slow device is sufficient. Mirrors come after all other replicas of a plan, one for each run of
-stages that one group of ranks copies. Layers whose state several replicas hold are not mirrored.
+A mirror is a replica without micro-batches (`resihp.parallelism.plan.Plan.mirrors`). It takes part in the gradient sums
+and takes each step, so a slow device is sufficient. Mirrors come after all other replicas of a plan; there is one
+mirror for each run of neighbouring stages that one group of ranks copies. Layers that several replicas hold are not
+mirrored.
 
 This module decides which ranks mirror which stages. It never changes which ranks compute, and never decides whether a
-change of layout is worth it (`resihp.controller.replan_policy`). Called by `resihp.controller.planning` with each plan.
+change of layout is worth its cost (`resihp.controller.replan_policy`). Called by `resihp.controller.planning` with each
+plan.
 """
 
 from __future__ import annotations
@@ -26,20 +28,20 @@ from resihp.scheduler.orders.lanes import overfull
 from resihp.scheduler.situation import Situation
 
 Group = tuple[int, ...]
-"""Ranks that together hold one copy of a stage, each a part."""
+"""Ranks that hold one copy of a stage together, each rank a part."""
 Run = tuple[int, list[int]]
-"""A replica, and neighbouring stages of it that one group copies."""
+"""A replica, and some of its neighbouring stages that one group copies."""
 MAX_SLOWDOWN = 0.1
-"""Largest share that mirrors may add to an iteration's time, for example over a slow link. Beyond it, they would cost
+"""Maximum share that mirrors may add to an iteration's time, for example over a slow link. Beyond it, they would cost
 more than the loss that they insure against."""
 MAX_CHECKED = 8
-"""Most plans with mirrors that are checked in full; each takes some 30 ms at 500 ranks."""
+"""Maximum number of plans with mirrors that are fully checked; each check takes some 30 ms at 500 ranks."""
 
 
 def layers_held_once(layout: Layout) -> frozenset[int]:
     """Return the layers of `layout` that exactly one stage with ranks holds.
 
-    The embedding goes with the first layer, the head and the last norm with the last one.
+    The embedding belongs to the first layer; the last norm and the head belong to the last layer.
     """
     if layout.whole > 1:
         return frozenset()
@@ -50,11 +52,11 @@ def layers_held_once(layout: Layout) -> frozenset[int]:
 
 
 def with_mirrors(plan: Plan, situation: Situation, able: Collection[int]) -> Plan:
-    """Return `plan` with mirrors, made of ranks of `able`, for the layers that it leaves with one holder.
+    """Return `plan` with mirrors for the layers that have a single holder, made of ranks of `able`.
 
-    As many of these layers are mirrored as there are ranks and memory for. The plan is returned unchanged if all layers
-    are held twice, or no rank can hold a copy without slowing iterations by more than `MAX_SLOWDOWN`. Mirrors in effect
-    keep their places as far as they are of use.
+    As many layers are mirrored as ranks and memory allow. The plan is unchanged if all layers are held twice, or if no
+    rank can hold a copy without slowing iterations by more than `MAX_SLOWDOWN`. Mirrors in effect keep their places as
+    far as these are useful.
     """
     plan = plan.without_mirrors()
     at_risk = layers_held_once(plan.layout)
@@ -80,7 +82,8 @@ def with_mirrors(plan: Plan, situation: Situation, able: Collection[int]) -> Pla
 def _candidates(
     plan: Plan, situation: Situation, at_risk: frozenset[int], idle: Sequence[int]
 ) -> Iterator[tuple[list[Run], list[Group]]]:
-    """Yield runs of stages to copy and groups to copy them, those first that spread each copy over most ranks."""
+    """Yield (runs of stages to copy, groups to copy them), starting with groups that spread each copy over most
+    ranks."""
     sources: list[Run] = []
     for d, replica in enumerate(plan.layout.replicas):
         stages = [s for s, stage in enumerate(replica.stages) if stage.ranks and at_risk.intersection(stage.layers)]
@@ -102,7 +105,7 @@ def _candidates(
 def _joinable_runs(plan: Plan, d: int, stages: Sequence[int]) -> list[list[int]]:
     """Return runs of neighbouring stages of a replica that one group could hold as a single stage.
 
-    A stage of several chunks (an interleaved schedule) stands alone.
+    A stage with several chunks (an interleaved schedule) forms a run of its own.
     """
     runs: list[list[int]] = []
     for s in stages:
@@ -122,7 +125,7 @@ def _joinable_runs(plan: Plan, d: int, stages: Sequence[int]) -> list[list[int]]
 
 
 def _cut(plan: Plan, sources: Sequence[Run], pieces: int) -> list[Run]:
-    """Return the stages to be copied in `pieces` runs of neighbours, those with most layers first."""
+    """Return the stages to be copied, in `pieces` runs of neighbouring stages, runs with most layers first."""
     runs = [(d, run) for d, stages in sources for run in _joinable_runs(plan, d, stages)]
     while len(runs) < pieces:
         longest = max(range(len(runs)), key=lambda i: (len(runs[i][1]), -i))
@@ -138,7 +141,7 @@ def _layers(plan: Plan, d: int, run: Sequence[int]) -> int:
 
 
 def _groups(situation: Situation, idle: Sequence[int], tp: int) -> list[Group]:
-    """Return disjoint groups of `tp` ranks, those within a node first."""
+    """Return disjoint groups of `tp` ranks; groups within one node come first."""
     by_node: dict[str, list[int]] = {}
     for rank in idle:
         by_node.setdefault(situation.nodes[rank], []).append(rank)
@@ -153,7 +156,7 @@ def _groups(situation: Situation, idle: Sequence[int], tp: int) -> list[Group]:
 
 
 def _is_too_large(plan: Plan, situation: Situation, run: Run, tp: int) -> bool:
-    """Return whether a run's state alone exceeds the memory of each of `tp` ranks."""
+    """Return whether the state of a run exceeds the memory of each of `tp` ranks."""
     if situation.room_bytes is None:
         return False
     stages = [plan.layout.replicas[run[0]].stages[s] for s in run[1]]
@@ -170,9 +173,9 @@ def _is_too_large(plan: Plan, situation: Situation, run: Run, tp: int) -> bool:
 
 
 def _slowdown_s(plan: Plan, candidate: Plan, situation: Situation) -> float:
-    """Return the seconds that mirrors add to an iteration: to the sums of gradients, and by steps on slow devices.
+    """Return the time that mirrors add to an iteration, by longer gradient sums and by steps on slow devices.
 
-    In the unit of `Situation.times`.
+    The unit is that of `Situation.times`.
     """
     sums_s = [after_backward_s(plan_or_candidate.layout.replicas, situation) for plan_or_candidate in (plan, candidate)]
     slowest = min(1.0, *(situation.speeds.get(rank, 1.0) for rank in candidate.mirroring))
@@ -182,7 +185,7 @@ def _slowdown_s(plan: Plan, candidate: Plan, situation: Situation) -> float:
 def _mirrored(
     plan: Plan, situation: Situation, runs: Sequence[Run], groups: Sequence[Group], state_of_rank: dict[int, HeldState]
 ) -> Plan:
-    """Return the plan with one mirror for each run of stages, by the group that suits it best."""
+    """Return the plan with one mirror for each run of stages, on the group that suits the run best."""
     free = list(groups)
     mirrors: list[Replica] = []
     for d, run in runs:
@@ -204,7 +207,8 @@ def _mirrored(
 
 
 def _stages(source: Replica, run: Sequence[int], ranks: Group) -> tuple[Stage, ...]:
-    """Return the stages of `source` without ranks, except those of `run`, which are one stage of `ranks`."""
+    """Return the stages of a mirror: the stages of `run` as one stage on `ranks`, all other stages of `source` without
+    ranks."""
     chunks: tuple[LayerSpan, ...] = source.stages[run[0]].chunks
     if len(run) > 1:
         chunks = ((chunks[0][0], source.stages[run[-1]].chunks[0][1]),)
@@ -219,8 +223,11 @@ def _vacated(stages: Sequence[Stage]) -> Iterator[Stage]:
 def _unsuited(
     group: Group, source: Replica, run: Sequence[int], situation: Situation, state_of_rank: dict[int, HeldState]
 ) -> tuple[float, int, int, float, Group]:
-    """Return a sort key of groups for a run of stages: the link to the holder, if one is slow; then the fewest bytes to
-    receive, then another node than the holder's, then speed."""
+    """Return a sort key of groups for a run of stages, the best group first.
+
+    The key prefers a fast link to the holder, then fewer bytes to receive, then another node than the holder's, then
+    speed.
+    """
     wanted = {layer for s in run for layer in source.stages[s].layers}
     stays = sum(
         len(wanted & state_of_rank[rank].layers)
@@ -234,7 +241,8 @@ def _unsuited(
 
 
 def _possible(plan: Plan, situation: Situation) -> bool:
-    """Return whether all ranks have the memory for a plan with mirrors, and for the change to it."""
+    """Return whether all ranks have memory for a plan with mirrors, and for the transition to it, and its layout is
+    valid."""
     if overfull(plan, situation) is not None or transition_obstacle(situation, plan) is not None:
         return False
     try:
@@ -245,5 +253,5 @@ def _possible(plan: Plan, situation: Situation) -> bool:
 
 
 def newly_held_twice(before: Layout, after: Layout) -> frozenset[int]:
-    """Return the layers that one stage holds in `before` and several hold in `after`."""
+    """Return the layers that have one holder in `before` and several in `after`."""
     return layers_held_once(before) - layers_held_once(after)

@@ -1,12 +1,12 @@
 """The paper's planner: TP, then PP, then DP, each step for the imbalance that the previous steps left. Pure.
 
-Selective exclusion shrinks tensor-parallel groups (Eq. 3-4), layer repartition gives slow stages fewer layers, the same
-for all replicas, and progress-aware migration moves single stages of micro-batches (Algorithm 1,
-`resihp.scheduler.orders.migration`). No step is undone when a later one shows that another would have been better; the
-weaknesses that the paper names are kept. It is the baseline for measurements of our planner, and a policy of the
-simulator; ablations leave out the later steps.
+Selective exclusion shrinks tensor-parallel groups (Eq. 3-4). Layer repartition gives slow stages fewer layers, equally
+for all replicas. Progress-aware migration moves micro-batches at single stages (Algorithm 1,
+`resihp.scheduler.orders.migration`). No step is undone if a later step shows that another choice would have been
+better; the weaknesses that the paper names are kept. The planner is the baseline for measurements of our planner, and a
+policy of the simulator; ablations leave out the later steps.
 
-A stage whose K of Eq. 3 is empty is lost. It stays in the layout as a stage without ranks, all of whose work migrates.
+A stage for which K of Eq. 3 is empty is lost. It stays in the layout as a vacant stage, and all its work migrates.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ Groups = dict[tuple[int, int], tuple[int, ...]]
 
 
 def progressive(situation: Situation, steps: Sequence[str] = STEP_NAMES, *, delta: int = DEFAULT_DELTA) -> Decision:
-    """Return the decision of the paper's planner. Ranks that lost their state (`stale`) count as lost, and stand by.
+    """Return the decision of the paper's planner. Ranks that lost their state (`stale`) count as lost, and are on
+    standby.
 
-    `steps` are the first one, two or all three of `STEP_NAMES`. Without "migrate" a replica that lost a stage is given
-    up. `alternatives` holds the predictions after fewer steps. Deterministic.
+    `steps`: the first, the first two or all of `STEP_NAMES`. Without "migrate", a replica that lost a stage is given
+    up. `alternatives` of the result contains the predictions after fewer steps. Deterministic.
 
-    Raises PlanError, naming the constraint, if a stage is left in no replica, if memory or the number of layers allows
-    no plan, and for speeds that are not above 0 and finite, or unknown ranks.
+    Raises PlanError, naming the constraint: if no replica has ranks for some stage, if memory or the number of layers
+    allows no plan, for speeds that are not above 0 and finite, and for unknown ranks.
     """
     if tuple(steps) not in (STEP_NAMES[:1], STEP_NAMES[:2], STEP_NAMES):
         raise PlanError(
@@ -68,11 +69,11 @@ def progressive(situation: Situation, steps: Sequence[str] = STEP_NAMES, *, delt
 
 
 def exclude(situation: Situation, replicas: int) -> Groups:
-    """Step 1, Eq. 3-4: choose the ranks of every stage from its own live ones; the others stand by on their node.
+    """Return the ranks of every stage by step 1, Eq. 3-4: the best of its own live ranks; the others are on standby.
 
-    `replicas`: the number that share state. G of Eq. 3 includes earlier leftovers of a group: a stage takes standby
-    ranks on its node if they make it faster, the weakest stage first. A stage that was lost before has no node; it
-    takes ranks that are idle on any.
+    `replicas`: the number of replicas that share state. G of Eq. 3 includes standby ranks on the stage's node that
+    earlier exclusions left over: a stage takes them if they make it faster, the weakest stage first. A stage that was
+    lost before has no node, and may take idle ranks on any node.
     """
     live = set(situation.available).difference(situation.stale)
     setups = {
@@ -113,7 +114,7 @@ def exclude(situation: Situation, replicas: int) -> Groups:
 
 
 def _idle_ranks(situation: Situation, live: set[int], groups: Iterable[tuple[int, ...]]) -> defaultdict[str, set[int]]:
-    """Return the live ranks in no group, by node."""
+    """Return the live ranks that are in no group, by node."""
     idle: defaultdict[str, set[int]] = defaultdict(set)
     for rank in live.difference(rank for ranks in groups for rank in ranks):
         idle[situation.nodes[rank]].add(rank)
@@ -123,10 +124,12 @@ def _idle_ranks(situation: Situation, live: set[int], groups: Iterable[tuple[int
 def proportional(
     layers: int, speeds: Sequence[float], *, least: int = 1, limits: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Step 2: return the layers of each stage in proportion to its speed, at least `least`, at most its memory limit.
+    """Return the number of layers of each stage by step 2: proportional to speed, at least `least`, at most the stage's
+    limit.
 
-    (4, 4, 4) at speeds 1, 0.4, 1 becomes (5, 2, 5). The largest remainders are rounded up, among equal ones the first.
-    Embedding and head do not count; no later, better balance is searched for. Raises PlanError if there is no solution.
+    (4, 4, 4) at speeds 1, 0.4, 1 becomes (5, 2, 5). The largest remainders are rounded up; among equal remainders the
+    first. Embedding and head do not count, and no better balance is searched for afterwards. Raises PlanError if there
+    is no solution.
     """
     max_counts = [layers] * len(speeds) if limits is None else list(limits)
     if least * len(speeds) > layers:
@@ -148,7 +151,7 @@ def proportional(
 
 
 def _check(situation: Situation) -> None:
-    """Raise PlanError for input that the rules below do not cover."""
+    """Raise PlanError for input that the paper's rules do not cover."""
     for rank in situation.available:
         if rank not in situation.nodes:
             raise PlanError(f"rank {rank}: it is available, but on no known node; name its node")
@@ -197,7 +200,8 @@ def _plan(situation: Situation, steps: Sequence[str], delta: int) -> Plan:
 
 
 def _depths(situation: Situation, replicas: Sequence[int]) -> dict[int, list[int]]:
-    """Group replicas by their number of stages, each with one partition. The paper has a single number."""
+    """Return the replicas grouped by their number of stages; each group gets one partition. The paper has one number
+    for all."""
     replicas_of_depth: dict[int, list[int]] = {}
     for d in replicas:
         replicas_of_depth.setdefault(len(situation.base.replicas[d].stages), []).append(d)
@@ -205,9 +209,10 @@ def _depths(situation: Situation, replicas: Sequence[int]) -> dict[int, list[int
 
 
 def _kept(situation: Situation, groups: Groups, *, may_migrate: bool) -> list[int]:
-    """Return the replicas that go on: whole ones, and, if work may migrate, those whose lost stages another one holds.
+    """Return the replicas that continue: complete ones and, if work may migrate, those with lost stages that other
+    replicas hold.
 
-    Raises PlanError if there are none.
+    Raises PlanError if no replica continues.
     """
     replicas = range(len(situation.base.replicas))
     whole = [d for d in replicas if all(groups[d, s] for s in range(len(situation.base.replicas[d].stages)))]
@@ -233,7 +238,7 @@ def _kept(situation: Situation, groups: Groups, *, may_migrate: bool) -> list[in
 
 
 def _holders(situation: Situation, groups: Groups, kept: Sequence[int]) -> int:
-    """Return a lower bound on the holders, among the kept replicas, of the layer with the fewest holders."""
+    """Return a lower bound on the number of kept replicas that hold the layer with the fewest holders."""
     return sum(
         min(sum(bool(groups[d, s]) for d in same_depth) for s in range(depth))
         for depth, same_depth in _depths(situation, kept).items()
@@ -241,9 +246,10 @@ def _holders(situation: Situation, groups: Groups, kept: Sequence[int]) -> int:
 
 
 def _within_memory(situation: Situation, groups: Groups, replicas: int) -> Groups:
-    """Return the groups without stages so short of memory that a replica's layers fit nowhere, if others have more.
+    """Return the groups without the stages that have too little memory, if other replicas have more there.
 
-    One partition for all means that the smallest group decides how many layers a stage may have.
+    There is one partition for all replicas, so the smallest group of a stage limits the number of its layers. Stages
+    are removed until all layers fit.
     """
     if situation.room_bytes is None:
         return groups
@@ -271,7 +277,8 @@ def _within_memory(situation: Situation, groups: Groups, replicas: int) -> Group
 def _partitions(
     situation: Situation, groups: Groups, kept: Sequence[int], replicas: int
 ) -> dict[int, tuple[tuple[LayerSpan, ...], ...]]:
-    """Return the chunks of each stage, by the number of stages; the slowest replica at each stage decides."""
+    """Return the chunks of each stage, by the number of stages; the slowest replica at each stage determines the
+    stage's speed."""
     partition_of_depth: dict[int, tuple[tuple[LayerSpan, ...], ...]] = {}
     for depth, same_depth in _depths(situation, kept).items():
         groups_of_stage = [[groups[d, s] for d in same_depth if groups[d, s]] for s in range(depth)]
@@ -309,7 +316,7 @@ def _k_min(situation: Situation, stage: int, stages: int, replicas: int) -> int:
 
 
 def capacity(situation: Situation, stage: int, stages: int, tp: int, replicas: int) -> int:
-    """Return the layers for which a group of `tp` ranks has memory, at a stage of a pipeline of `stages`."""
+    """Return the number of layers that fit into the memory of a group of `tp` ranks, at stage `stage` of `stages`."""
     if situation.room_bytes is None:
         return situation.model.layers
     setup = situation.stage_setup(stage, stages, tp, replicas)

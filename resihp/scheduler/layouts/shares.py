@@ -1,6 +1,6 @@
-"""Number of micro-batches of each replica, chosen so that the last replica to finish is as early as possible. Pure.
+"""Number of micro-batches of each replica, such that the last replica finishes as early as possible. Pure.
 
-The only property of a replica used here is its time for a number of micro-batches.
+The only property of a replica used here is its time as a function of the number of micro-batches.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from collections.abc import Callable, Sequence
 from resihp.errors import PlanError
 
 Seconds = Callable[[int], float]
-"""Time of a replica for so many micro-batches; it never decreases."""
+"""Time of a replica as a function of its number of micro-batches; the function never decreases."""
 
 
 def estimate(stages: int, slowest: float) -> Seconds:
-    """Return the time of a pipeline without gaps other than fill and drain: (m + stages - 1) times its slowest
-    stage."""
+    """Return the time of a pipeline without gaps except fill and drain: (m + stages - 1) times its slowest stage."""
     return lambda m: (m + stages - 1) * slowest
 
 
 def split(micro_batches: int, replicas: Sequence[Seconds]) -> tuple[int, ...]:
-    """Return the micro-batches of each replica, at least one, that minimise the longest of their times; exactly.
+    """Return the number of micro-batches of each replica, at least one, that exactly minimises the longest replica's
+    time.
 
-    One micro-batch after the other goes where it is done first. Equal replicas get the result of
-    `resihp.parallelism.plan.spread`. Raises PlanError when a replica would get none.
+    Micro-batches are given out one by one, each to the replica that would finish it first. Equal replicas get the
+    result of `resihp.parallelism.plan.spread`. Raises PlanError if a replica would get none.
     """
     if not replicas or micro_batches < len(replicas):
         raise PlanError(f"{micro_batches} micro-batches an iteration cannot feed {len(replicas)} replicas")
@@ -40,11 +40,11 @@ def split(micro_batches: int, replicas: Sequence[Seconds]) -> tuple[int, ...]:
 
 
 def improved(counts: Sequence[int], replicas: Sequence[Seconds]) -> tuple[int, ...]:
-    """Return the same minimum, from a guess: it evaluates few times, which may be expensive.
+    """Return the minimum of `split`, starting from the guess `counts`, with few evaluations, which may be expensive.
 
-    The slowest replica gives one micro-batch away as long as another finishes it earlier. If none does, no other
-    distribution is better: the slowest would have to get fewer there, and another replica more. Equal replicas should
-    be the same object: their times are evaluated once.
+    The slowest replica gives a micro-batch away as long as another replica would finish it earlier. If no replica
+    would, no other distribution is better: in it, the slowest replica would have fewer micro-batches and some other
+    replica more. Equal replicas should be the same object, so that their times are evaluated once.
     """
     members_of: dict[tuple[int, int], list[int]] = {}
     for d, (seconds, m) in enumerate(zip(replicas, counts, strict=True)):
@@ -76,17 +76,20 @@ def improved(counts: Sequence[int], replicas: Sequence[Seconds]) -> tuple[int, .
 
 
 Line = tuple[float, float]
-"""Seconds of a replica's ramps, and of each micro-batch."""
+"""Seconds of a replica's ramps, and seconds of each micro-batch."""
 
 
 def lines_done(micro_batches: int, lines: Sequence[Line]) -> float:
-    """Return when replicas with these times would be done if micro-batches were divisible."""
+    """Return the time at which replicas with these lines would all finish if micro-batches were divisible."""
     return (micro_batches + sum(ramp / pace for ramp, pace in lines)) / sum(1.0 / pace for _, pace in lines)
 
 
 def lines_split(micro_batches: int, lines: Sequence[Line]) -> tuple[int, ...]:
-    """Split like `split`, for many micro-batches, starting where all are done at once. At least one for each
-    replica."""
+    """Return the result of `split` for replicas with these lines, quickly even for many micro-batches.
+
+    It starts from the numbers with which all replicas would finish together. Each replica gets at least one
+    micro-batch.
+    """
     done = lines_done(micro_batches, lines)
     counts = [max(1, int((done - ramp) / pace)) for ramp, pace in lines]
     while (missing := micro_batches - sum(counts)) != 0:
@@ -99,7 +102,7 @@ def lines_split(micro_batches: int, lines: Sequence[Line]) -> tuple[int, ...]:
 
 
 def contiguous(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return shares of the global batch, one after the other."""
+    """Return shares of the global batch with these numbers of micro-batches, one after the other."""
     shares: list[tuple[int, ...]] = []
     first = 0
     for count in counts:

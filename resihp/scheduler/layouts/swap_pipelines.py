@@ -1,7 +1,7 @@
-"""Other neighbours for stages that a slow link joins: replicas exchange the rest of their pipelines. Pure.
+"""Other neighbours for stages that a slow link joins: replicas exchange the rear parts of their pipelines. Pure.
 
-Stages of two replicas that hold the same layers are interchangeable, so no state moves: only communicators change, and
-the slow link carries nothing any more, or only gradients. The planner treats the results as candidates of their own.
+Stages of two replicas that hold equal layers are interchangeable, so no state moves: only communicators change, and the
+slow link then carries nothing, or only gradients. The planner treats the results as additional candidates.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from resihp.scheduler.situation import Situation
 
 
 def crossed(replicas: Sequence[Replica], situation: Situation) -> tuple[Replica, ...] | None:
-    """Return the same stages, joined so that the replicas concerned need less time for transfers; None if impossible.
+    """Return the same stages joined in other pipelines, so that transfers take less time; None if no exchange helps.
 
-    For one slow boundary after the other, the stages behind it are exchanged with the replica for which the slower of
-    the two becomes fastest, then both together.
+    At each slow boundary, the stages behind it are exchanged with those of another replica: the one that gives the
+    least transfer time in the slower of the two replicas, then in both together.
     """
     crossed_replicas = list(replicas)
     for a in range(len(crossed_replicas)):
@@ -38,7 +38,7 @@ def crossed(replicas: Sequence[Replica], situation: Situation) -> tuple[Replica,
 
 
 def _alike(first: Replica, second: Replica, cut: int) -> bool:
-    """Return whether the tail of one replica can follow the head of the other."""
+    """Return whether the stages of two replicas from `cut` on are interchangeable."""
     tails = [[stage.chunks for stage in replica.stages[cut:]] for replica in (first, second)]
     return tails[0] == tails[1] and len(first.stages) == len(second.stages)
 
@@ -51,7 +51,7 @@ def _exchanged(first: Replica, second: Replica, cut: int) -> tuple[Replica, Repl
 
 
 def _late(pair: tuple[Replica, Replica], situation: Situation) -> tuple[float, float]:
-    """Return the seconds of one micro-batch's transfers, of the slower of two replicas, and of both."""
+    """Return the seconds of one micro-batch's transfers in the slower of two replicas, and in both together."""
     seconds = [
         sum(situation.transfer_s(before.ranks, behind.ranks) for before, behind in pairwise(_way(replica)))
         for replica in pair
@@ -60,5 +60,5 @@ def _late(pair: tuple[Replica, Replica], situation: Situation) -> tuple[float, f
 
 
 def _way(replica: Replica) -> tuple[Stage, ...]:
-    """Return the stages in the order of a pass; with several chunks the last one passes on to the first."""
+    """Return the stages in the order of a pass; with several chunks, the last stage passes on to the first."""
     return replica.stages if len(replica.stages[0].chunks) == 1 else (*replica.stages, replica.stages[0])

@@ -1,7 +1,7 @@
-"""Ranks that stay in a tensor-parallel group after devices stopped or slowed down (the paper's Eq. 3 and 4). Pure.
+"""Ranks that remain in a tensor-parallel group after devices stopped or slowed down (the paper's Eq. 3 and 4). Pure.
 
-A group is as fast as its slowest rank, so a slow one may cost more than it contributes. This module decides about one
-group at a time, from given candidates; which ranks are candidates is the planner's decision.
+A group is as fast as its slowest rank, so a slow rank may cost more than it contributes. The module decides about one
+group at a time, from given candidates; the planner decides which ranks are candidates.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from fractions import Fraction
 def degrees(
     candidates: int, k_min: int, *, started_with: int | None = None, obstacle: Callable[[int], str | None] | None = None
 ) -> tuple[int, ...]:
-    """Return K of Eq. 3: { 2^q : k_min <= 2^q <= |G'| }, ascending.
+    """Return K of Eq. 3: { 2^q : k_min <= 2^q <= |G'| }, ascending. `candidates` is |G'|.
 
-    `started_with` is the degree that the job was started with: it belongs to K even if it is not a power of two, and no
-    higher degree does. `obstacle` returns why the model cannot be split so many ways, None if it can.
+    `started_with`: the degree with which the job was started. It is in K even if it is not a power of two, and higher
+    degrees are not. `obstacle` returns why the model cannot be split for a degree, or None if it can.
     """
     powers = {1 << q for q in range(candidates.bit_length())}
     if started_with is not None:
@@ -27,7 +27,7 @@ def degrees(
 
 
 def speed(group: Sequence[tuple[int, float]]) -> float:
-    """Return the throughput of a group in healthy devices: k * min p."""
+    """Return the throughput of a group, in healthy devices: k * min p."""
     return len(group) * min((p for _, p in group), default=0.0)
 
 
@@ -39,12 +39,14 @@ def exclude(
     obstacle: Callable[[int], str | None] | None = None,
     before: Sequence[int] = (),
 ) -> tuple[int, ...]:
-    """Return S* of Eq. 4: among the groups S_k of the k fastest candidates, k in K, the one with the highest k * min p.
+    """Return S* of Eq. 4: among the groups S_k of the k fastest candidates, k in K, the group with the highest k * min
+    p.
 
-    `candidates` are live ranks with their normalised throughput p (1 healthy). Ties keep the larger group. `before` is
-    the former group, dead ranks included. Among ranks of equal p, those come first that already hold a part of their
-    share in the new group, then the other members, then the rest in the order of `candidates`. Members keep their
-    relative order, new ranks take the remaining places. Empty when K is empty. p <= 0 excludes a rank.
+    `candidates` are live ranks with their normalised throughput p (1 if healthy); a rank with p <= 0 is excluded. Of
+    equally fast groups the larger one is chosen. `before` is the former group, including dead ranks. Among ranks of
+    equal p, ranks that already hold a part of their share in the new group come first, then other members of `before`,
+    then the rest in the order of `candidates`. Former members keep their relative order; new ranks take the remaining
+    places. Empty if K is empty.
     """
     able = [(rank, p) for rank, p in candidates if p > 0.0]
     fastest = sorted((p for _, p in able), reverse=True)
@@ -58,13 +60,14 @@ def exclude(
 
 
 def overlap(t: int, k: int, other_t: int, other_k: int) -> Fraction:
-    """Return the share of a cut parameter that index `t` of `k` ranks and index `other_t` of `other_k` both hold."""
+    """Return the share of a cut parameter that rank `t` of `k` ranks and rank `other_t` of `other_k` ranks both
+    hold."""
     low, high = max(Fraction(t, k), Fraction(other_t, other_k)), min(Fraction(t + 1, k), Fraction(other_t + 1, other_k))
     return max(high - low, Fraction(0))
 
 
 def _seated(able: list[tuple[int, float]], k: int, slowest: float, before: Sequence[int]) -> tuple[int, ...]:
-    """Return the k ranks with the highest p, each at the place where it receives least."""
+    """Return the k ranks with the highest p, each at the place where it has to receive the least state."""
     old_t = {rank: t for t, rank in enumerate(before)}
     order = {rank: i for i, (rank, _) in enumerate(able)}
     required = {rank for rank, p in able if p > slowest}
@@ -86,9 +89,11 @@ def _seated(able: list[tuple[int, float]], k: int, slowest: float, before: Seque
 def _seats_near_state(
     required: set[int], optional: Sequence[int], order: Mapping[int, int], old_t: Mapping[int, int], k: int, old_k: int
 ) -> dict[int, int]:
-    """Return ranks by their place in a group of k: those that hold some of the place's state, most of it first.
+    """Return ranks by place in a group of `k`, for ranks that hold some of the place's state, those that hold most
+    first.
 
-    `old_t`: place in the group of `old_k` before; `order`: the faster of two equal ranks. Leaves room for `required`.
+    `old_t`: place of each rank in the former group of `old_k`. `order`: preference among ranks of equal speed. Ranks of
+    `required` always keep a place.
     """
     seat_choices = sorted(
         (rank not in required, -overlap(t, k, old_t[rank], old_k), t, order[rank], rank)
@@ -108,7 +113,7 @@ def _seats_near_state(
 
 
 def _in_old_order(seats: Mapping[int, int], old_t: Mapping[int, int]) -> tuple[int, ...]:
-    """Return the ranks by place, those that were in the group before in the same order as then."""
+    """Return the ranks by place, with former members of the group in their former order."""
     members = sorted((rank for rank in seats.values() if rank in old_t), key=old_t.__getitem__)
     places = sorted(t for t, rank in seats.items() if rank in old_t)
     return tuple(rank for _, rank in sorted(({**seats, **dict(zip(places, members, strict=True))}).items()))

@@ -1,9 +1,10 @@
-"""Stages that lost all their ranks stay in the layout without ranks; other replicas do their work. Pure.
+"""Keeps stages that lost all their ranks in the layout, as vacant stages; other replicas do their work. Pure.
 
-Nothing needs to move, and no replica is given up; but the other replicas have more work at such a stage, so that it may
-get fewer layers. This remains possible where ranks cannot be regrouped, above all with tight memory: a pipeline of
-fewer stages has no room for the model. The passes elsewhere are distributed evenly (`Plan.dealing`); if nothing else
-runs at all, the paper's rule (`resihp.scheduler.layouts.paper_planner`) is tried, too.
+No state needs to move, and no replica is given up. The other replicas have more work at such a stage, so the stage may
+get fewer layers. This option remains where ranks cannot be regrouped, above all with tight memory, if a pipeline of
+fewer stages has no room for the model. The passes through a vacant stage are distributed evenly over the replicas that
+hold its layers (`Plan.dealing`). If nothing else can run at all, the paper's rule
+(`resihp.scheduler.layouts.paper_planner`) is tried as well.
 
 Called by `resihp.scheduler.planner`.
 """
@@ -26,12 +27,12 @@ from resihp.scheduler.orders.migration import with_orders
 from resihp.scheduler.situation import Situation
 
 MAX_REPLICAS = 64
-"""Most replicas: with more, there are always enough others to give up one, and migrations are planned for each
-micro-batch."""
+"""Maximum number of replicas. In a larger job, there are always enough other replicas to give up one; and migrations
+are planned for each micro-batch, which takes time."""
 
 
 def may_help(situation: Situation) -> bool:
-    """Return whether a stage of a pipeline has no rank left, and other replicas may hold its layers."""
+    """Return whether some stage of a pipeline has no live rank while other replicas may hold its layers."""
     replicas, live = situation.base.replicas, set(situation.available).difference(situation.stale)
     if situation.memory_bytes is None or not 1 < len(replicas) <= MAX_REPLICAS:
         return False  # other replicas need room for the activations
@@ -41,9 +42,9 @@ def may_help(situation: Situation) -> bool:
 
 
 def best(situation: Situation, below: float = math.inf) -> tuple[Plan, float]:
-    """Return the fastest plan that leaves stages without ranks, and its predicted time.
+    """Return the fastest plan with vacant stages, and its predicted time.
 
-    Plans that could not take less than `below` are not considered. Raises PlanError if none can run.
+    Plans that cannot take less than `below` are not considered. Raises PlanError if no plan can run.
     """
     groups = paper_planner.exclude(situation, len(situation.base.replicas))
     plans: list[tuple[float, int, Plan]] = []
@@ -62,7 +63,7 @@ def best(situation: Situation, below: float = math.inf) -> tuple[Plan, float]:
 
 
 def _hoped(situation: Situation, groups: Groups, chunks: tuple[tuple[LayerSpan, ...], ...]) -> float:
-    """Return a lower bound of an iteration's seconds.
+    """Return a lower bound of an iteration's time.
 
     It assumes that the ranks that hold a stage share its work evenly, and that ramps cost only one micro-batch's pass
     through the other layers, as under 1F1B.
@@ -81,7 +82,7 @@ def _hoped(situation: Situation, groups: Groups, chunks: tuple[tuple[LayerSpan, 
 
 
 def _partitions(situation: Situation, groups: Groups) -> Iterator[tuple[tuple[LayerSpan, ...], ...]]:
-    """Yield the chunks of each stage: the present ones, and those in proportion to the total speed of all replicas
+    """Yield the chunks of each stage: the present ones, then chunks in proportion to the speed of all replicas' ranks
     there."""
     cuts = {tuple(stage.chunks for stage in replica.stages) for replica in situation.base.replicas}
     if len(cuts) == 1:
@@ -96,7 +97,7 @@ def _partitions(situation: Situation, groups: Groups) -> Iterator[tuple[tuple[La
     if not all(groups_of_stage):
         return
     speeds = [sum(situation.speed(ranks) for ranks in stage_groups) for stage_groups in groups_of_stage]
-    fewest = min(len(stage_groups) for stage_groups in groups_of_stage)  # these share state
+    fewest = min(len(stage_groups) for stage_groups in groups_of_stage)  # the number of replicas that share state
     limits = [
         min(paper_planner.capacity(situation, s, depth, len(ranks), fewest) for ranks in stage_groups)
         for s, stage_groups in enumerate(groups_of_stage)
@@ -109,8 +110,10 @@ def _partitions(situation: Situation, groups: Groups) -> Iterator[tuple[tuple[La
 
 
 def _dealt(situation: Situation, groups: Groups, chunks: tuple[tuple[LayerSpan, ...], ...]) -> Plan:
-    """Return the plan of replicas with live ranks, with these chunks. Raises LayoutError if it cannot run or has no
-    room."""
+    """Return the plan with these groups and chunks, in which replicas without live ranks are left out.
+
+    Raises LayoutError if the plan cannot run or does not fit into memory.
+    """
     replicas = [
         Replica(tuple(Stage(groups[d, s], chunks[s]) for s in range(len(chunks))))
         for d in range(len(situation.base.replicas))

@@ -1,8 +1,8 @@
 """Work and memory limits of a stage while schedules advance under the rule of `resihp.scheduler.orders.migration`.
 Pure.
 
-Micro-batches of the stage's own replica are held back as in 1F1B; *guests*, which migrated here, are added if memory
-allows. Which micro-batch migrates, and when anything begins, is not decided here.
+Micro-batches of the stage's own replica are limited as in 1F1B. *Guests*, which migrated to the stage, are added if
+memory allows. The module never decides which micro-batch migrates, or when a primitive begins.
 """
 
 from __future__ import annotations
@@ -18,38 +18,39 @@ from resihp.scheduler.cost import memory
 from resihp.scheduler.situation import Situation
 
 SPARE_MICRO_BATCHES = 2
-"""Micro-batches that a stage may hold in addition to those of 1F1B if memory allows: all of them guests."""
+"""Micro-batches that a stage may hold beyond the limit of 1F1B if memory allows; all of them are guests."""
 
 
 class Lane:
-    """One stage of one replica while the schedules advance."""
+    """One stage of one replica while the schedules advance: its queues of ready work, its order so far, and its
+    limits."""
 
     def __init__(self, replica: int, held_back: tuple[int, int], room: tuple[int, int], *, stopped: bool) -> None:
         self.replica, self.stopped = replica, stopped
         self.held_back = held_back
-        """Most of the replica's own micro-batches between F and B, and between F and W."""
+        """Maximum number of the replica's own micro-batches between F and B, and between F and W."""
         self.room = room
-        """Most micro-batches in all between F and B, and between F and W."""
+        """Maximum number of micro-batches, own and guests, between F and B, and between F and W."""
         self.order: list[Primitive] = []
         self.running: Node | None = None
         self.own: list[tuple[tuple[int, ...], Node]] = []
-        """Ready forwards of the replica's own micro-batches, the most urgent first."""
+        """Ready forwards of the replica's own micro-batches, most urgent first."""
         self.guests: list[tuple[tuple[int, ...], Node]] = []
         self.others: dict[Kind, list[tuple[tuple[int, ...], Node]]] = {"B": [], "W": []}
         self.own_held, self.held = [0, 0], [0, 0]
-        """Micro-batches between F and B, and between F and W."""
+        """Current number of micro-batches between F and B, and between F and W: own ones, and all."""
         self.expected = 0
-        """Guests that have not begun, arrived or not."""
+        """Number of guests before their forward, whether or not they have arrived."""
 
     @property
     def welcoming(self) -> bool:
-        """Whether memory suffices for one more guest."""
+        """Whether the stage works and its memory suffices for one more guest."""
         return not self.stopped and all(
             count + self.expected < room for count, room in zip(self.held, self.room, strict=True)
         )
 
     def next(self) -> Node | None:
-        """Remove and return the node that this stage begins now, if any."""
+        """Remove and return the node that the stage begins now; None if it begins none."""
         if self.others["B"]:
             return heapq.heappop(self.others["B"])[1]
         if all(count < room for count, room in zip(self.held, self.room, strict=True)):
@@ -62,7 +63,8 @@ class Lane:
         return heapq.heappop(self.others["W"])[1] if self.others["W"] else None
 
     def hold(self, node: Node, *, own: bool, split: bool) -> None:
-        """Count a primitive that begins."""
+        """Update the numbers of micro-batches for a primitive that begins. `own`: whether the micro-batch is not a
+        guest."""
         change = {"F": (1, 1), "B": (-1, 0 if split else -1), "W": (0, -1)}[node[0]]
         for counts in (self.held, self.own_held) if own else (self.held,):
             counts[0] += change[0]
@@ -70,11 +72,11 @@ class Lane:
 
 
 def lanes(plan: Plan, situation: Situation) -> dict[tuple[int, int], Lane]:
-    """Return every stage by (replica, stage), with the number of micro-batches that it may hold.
+    """Return a lane for every (replica, stage), with the number of micro-batches that the stage may hold.
 
-    Its own micro-batches are held back as in 1F1B, generalised to virtual stages as in `schedules.greedy`: of depth V
-    and at most C chunks a stage, one for every C virtual stages still to come, and one more for each chunk if there are
-    several.
+    A stage's own micro-batches are limited as in 1F1B, generalised to virtual stages as in `schedules.greedy`. In a
+    pipeline of V virtual stages, with at most C chunks a stage, the limit is one micro-batch for every C virtual stages
+    that follow, and one more for each chunk of the stage if C is above 1.
     """
     memories = _memories(plan, situation)
     lane_of_stage: dict[tuple[int, int], Lane] = {}
@@ -93,7 +95,7 @@ def lanes(plan: Plan, situation: Situation) -> dict[tuple[int, int], Lane]:
 
 
 def overfull(plan: Plan, situation: Situation) -> str | None:
-    """Return which rank most exceeds the memory of its device; None if all ranks fit."""
+    """Return a message about the rank that most exceeds the memory of its device; None if all ranks fit."""
     if situation.memory_bytes is None:
         return None
     return memory.obstacle(
@@ -107,9 +109,10 @@ def overfull(plan: Plan, situation: Situation) -> str | None:
 
 
 def _memories(plan: Plan, situation: Situation) -> dict[tuple[int, int], int]:
-    """Return the number of micro-batches each stage has memory for, at least one; empty if memory is unknown.
+    """Return the number of micro-batches, at least one, that each (replica, stage) has memory for; empty if memory is
+    unknown.
 
-    Computed from `memory.needed_bytes` of a stage that holds one, and two, in its largest chunk.
+    The number follows from `memory.needed_bytes` of a stage with one and with two micro-batches in its largest chunk.
     """
     if situation.room_bytes is None or not situation.tokens:
         return {}

@@ -2,9 +2,9 @@
 
 `resihp.pipeline.schedules.greedy` gives an order that always works; callers of this module search for a good one. They
 set how many micro-batches a stage may accept before their backwards, how much it may keep alive, how long it waits for
-imminent work before it fills the gap with something else, and the urgency. The cost of an order is not computed here,
-but by `resihp.pipeline.timeline.play`. The clock counts in ticks, so that simultaneous events are exactly so on every
-machine.
+work that is about to arrive before it begins other work, and the urgency of primitives. The time of an order is
+computed by `resihp.pipeline.timeline.play`, not here. The clock counts in whole ticks, so that simultaneous events are
+exactly simultaneous on every machine.
 
 Called by `resihp.scheduler.orders.warm_up` and `resihp.scheduler.orders.tuner`.
 """
@@ -27,10 +27,10 @@ Shapes = tuple[tuple[tuple[Times, ...], ...], ...]
 """Times of each chunk at the speed of its stage's group, [replica][stage][chunk]."""
 
 TICKS_OF_LONGEST = 2**22
-"""Ticks of the longest primitive."""
+"""Number of ticks of the longest primitive."""
 
 ROUNDING_TOLERANCE = 1e-9
-"""Relative excess over a cap that counts as rounding."""
+"""Relative excess over a cap that counts as a rounding error."""
 
 F, B, W = range(3)
 _KINDS: tuple[Kind, ...] = ("F", "B", "W")
@@ -39,39 +39,43 @@ _Queue = list[tuple[float, int]]
 
 
 class StageRules(msgspec.Struct, frozen=True, kw_only=True):
-    """Rules by which a stage chooses. Stages are counted over all replicas, in order."""
+    """Rules by which a stage chooses its next primitive. Stages are counted over all replicas, in order."""
 
     split: bool = False
-    """Whether every B leaves its weight gradients to a W."""
+    """Whether every B leaves the weight gradients to a separate W."""
     limits: tuple[int, ...] = ()
-    """Most forwards of each stage whose B has not begun: 1F1B's depth. Empty for no limit."""
+    """For each stage, the maximum number of micro-batches between F and B: the depth of 1F1B. Empty for no limit."""
     caps: tuple[float, ...] = ()
-    """Most that each stage may keep alive, in the units of `ListScheduler`'s sizes. Empty for no limit."""
+    """For each stage, the maximum amount that it may keep alive, in the units of `ListScheduler`'s sizes. Empty for no
+    limit."""
     patience: float = 0.0
-    """Share of a W: a stage does not begin it if a B, or a forward that may begin, arrives before this share has
-    passed."""
+    """Share of a W's duration: a stage does not begin a W if a B, or a forward that may begin, arrives before this
+    share would have passed."""
     forward_patience: float = 0.0
-    """Share of a forward, in the same way: it does not begin if a B arrives before this share has passed."""
+    """Share of a forward's duration: a stage does not begin a forward if a B arrives before this share would have
+    passed."""
     group: int = 0
-    """Micro-batches that go depth first together, as in Megatron's interleaved order; 0 for as many as stages."""
+    """Number of micro-batches that pass the virtual stages together, depth first, as in Megatron's interleaved order; 0
+    for as many as the replica has stages."""
 
 
 def _reserves(sizes: Sequence[float], chunks: Sequence[LayerSpan]) -> list[float]:
-    """Return for each chunk of a lane the sum of the sizes of those with later layers."""
+    """Return, for each chunk of a lane, the sum of the sizes of the lane's chunks with later layers."""
     return [sum(size for size, later in zip(sizes, chunks, strict=True) if later[0] > chunk[0]) for chunk in chunks]
 
 
 class ListScheduler:
-    """One plan at its costs, to be scheduled repeatedly under different rules.
+    """A plan at given costs, which can be scheduled repeatedly under different rules.
 
-    A *passage* is a micro-batch at a virtual stage of its path; passages are numbered in order of homes, micro-batches
-    and virtual stages, primitives by 3 passage + kind. A *lane* is a stage, counted over all replicas.
+    A *passage* is a micro-batch at a virtual stage of its path. Passages are numbered by home, micro-batch and virtual
+    stage; a primitive's number is 3 * passage + kind. A *lane* is a stage, counted over all replicas.
     """
 
     def __init__(
         self, plan: Plan, shapes: Shapes, transfer_s: Transfers = 0.0, sizes: Sequence[Sequence[float]] | None = None
     ) -> None:
-        """Compile a plan. `sizes`: amount that a micro-batch keeps alive in each chunk of each lane; 1 if None.
+        """Compile a plan. `sizes`: the amount that a micro-batch keeps alive in each chunk of each lane; None for 1
+        each.
 
         Raises PlanError for times that are negative or not finite.
         """
@@ -81,19 +85,21 @@ class ListScheduler:
         spans = [replicas[d].stages[s].chunks for d, s in self.lanes]
         self.sizes = [[1.0] * len(row) for row in spans] if sizes is None else [[*row] for row in sizes]
         self.reserves = [_reserves(row, chunks) for row, chunks in zip(self.sizes, spans, strict=True)]
-        """Amount that must be free for a stage's later chunks when it admits a micro-batch to a chunk."""
+        """Amount that must stay free for a lane's later chunks when the lane admits a micro-batch to a chunk:
+        [lane][chunk]."""
         self.lane: list[int] = []
         self.chunk: list[int] = []
         self.first: list[bool] = []
-        """Whether a passage is its micro-batch's first; `last` alike. Both are indexed by passage."""
+        """For each passage, whether it is the first of its micro-batch; `last`: whether it is the last."""
         self.last: list[bool] = []
         self._primitives: list[Primitive] = []
         self._at: dict[tuple[int, int, int, int], int] = {}
         self._rank: list[tuple[int, int, int]] = []
-        """Position in the home's share, virtual stage, home."""
+        """For each passage: position of the micro-batch in its home's share, virtual stage, home."""
         self._costs: list[tuple[float, float, float]] = []
         self._late: list[tuple[float, float]] = []
-        """Seconds to the next passage, and back from it."""
+        """For each passage: seconds of the transfer to the micro-batch's next passage, and of the transfer back from
+        it."""
         self._compile()
         costs = [x for passage_costs in self._costs for x in passage_costs]
         if not all(math.isfinite(x) and x >= 0 for x in costs):
@@ -101,7 +107,7 @@ class ListScheduler:
         tick = max(costs, default=0.0) / TICKS_OF_LONGEST or 1.0
         whole = [x / tick for f, b, w in self._costs for x in (f, b + w, 0.0)]
         self.ticks = ([round(x) for x in whole], [round(x / tick) for x in costs])
-        """Costs by number of primitive: B with W, and B separate from W."""
+        """Duration in ticks by number of primitive, twice: for B with W, and for B separate from W."""
         self.late_ticks = [(round(forth / tick), round(back / tick)) for forth, back in self._late]
         self._keys: dict[int, list[float]] = {}
 
@@ -139,7 +145,8 @@ class ListScheduler:
         return self._transfer_s(a, b) if callable(self._transfer_s) else self._transfer_s
 
     def keys(self, group: int) -> list[float]:
-        """Return the urgency by number of primitive: groups of micro-batches depth first, W in the order of their B."""
+        """Return the urgency by number of primitive (lower is more urgent): groups of micro-batches depth first, each W
+        in the order of its B."""
         keys = self._keys.get(group)
         if keys is None:
             sizes = [group or len(replica.stages) for replica in self.plan.layout.replicas]
@@ -156,11 +163,12 @@ class ListScheduler:
     def run(self, rules: StageRules, urgency: Sequence[float] | None = None) -> Orders:
         """Return orders that follow `rules`.
 
-        Without `urgency` a stage takes a B before an F before a W, each depth first; with it (by number of primitive)
-        the ready primitive with the lowest value, W included. Where limits would leave all stages waiting, the most
-        urgent forward that memory allows goes ahead. There always is one: a stage admits a micro-batch only while its
-        later chunks could still take one more each, so of the waiting micro-batches those before the furthest layers
-        can go on. Raises PlanError if a stage's cap is less than one micro-batch takes.
+        Without `urgency`, a stage chooses a B before an F before a W, each depth first. With `urgency` (by number of
+        primitive), it chooses the ready primitive with the lowest value, including Ws. If the limits would leave all
+        stages waiting, the most urgent forward that memory allows begins nevertheless. There is always such a forward:
+        a stage admits a micro-batch only while each of its later chunks could still take one more, so among the waiting
+        micro-batches, those before the last layers can continue. Raises PlanError if a stage's cap is less than the
+        size of one micro-batch.
         """
         for (d, s), cap, row in zip(self.lanes, rules.caps, self.sizes, strict=False):
             if cap * (1 + ROUNDING_TOLERANCE) < sum(row):
@@ -170,7 +178,7 @@ class ListScheduler:
         return _Run(self, rules, urgency).orders()
 
     def orders(self, done: Sequence[Sequence[int]]) -> Orders:
-        """Return orders from numbers of primitives, by lane."""
+        """Return the orders of all stages, given the numbers of the primitives of each lane."""
         orders: list[list[tuple[Primitive, ...]]] = [[] for _ in self.plan.layout.replicas]
         for (d, _), numbers in zip(self.lanes, done, strict=True):
             orders[d].append(tuple(map(self._primitives.__getitem__, numbers)))
@@ -192,7 +200,8 @@ class ListScheduler:
         return play(self.plan, orders, primitive_seconds, self._transfer_s)
 
     def alive(self, orders: Orders) -> tuple[float, ...]:
-        """Return the most that each lane keeps alive: F allocates its chunk's size, W, or a B without one, frees it."""
+        """Return the most that each lane keeps alive. F allocates its chunk's size; the W, or the B if it has no W,
+        frees it."""
         ends = "W" if _split(orders) else "B"
         most = [0.0] * len(self.lanes)
         for lane, (d, s) in enumerate(self.lanes):
@@ -206,7 +215,7 @@ class ListScheduler:
         return tuple(most)
 
     def latest_starts(self, orders: Orders) -> list[float]:
-        """Return the latest start of each primitive for which `orders` end as early as they do; by its number."""
+        """Return, by number of primitive, the latest start with which `orders` still end at the same time."""
         timeline = self.play(orders)
         costs = [x for f, b, w in self._costs for x in ((f, b, w) if _split(orders) else (f, b + w, 0.0))]
         entries: list[tuple[float, int, int, int]] = []
@@ -228,7 +237,7 @@ class ListScheduler:
 
 
 def most_ahead(order: Order) -> int:
-    """Return the most forwards of an order whose B has not begun: its depth."""
+    """Return the depth of an order: the most micro-batches between F and B."""
     ahead = most = 0
     for primitive in order:
         ahead += {"F": 1, "B": -1, "W": 0}[primitive.kind]
@@ -241,7 +250,7 @@ def _split(orders: Orders) -> bool:
 
 
 class _Run:
-    """One run of the clock. Queues are heaps of (urgency, number of primitive)."""
+    """One run of the virtual clock. Queues are heaps of (urgency, number of primitive)."""
 
     def __init__(self, scheduler: ListScheduler, rules: StageRules, urgency: Sequence[float] | None) -> None:
         self._scheduler, self._rules, self._urgent = scheduler, rules, urgency is not None
@@ -251,7 +260,7 @@ class _Run:
         self._w: list[_Queue] = [[] for _ in range(lanes)]
         self._f: list[list[_Queue]] = [[[] for _ in row] for row in scheduler.sizes]
         self._coming: list[list[tuple[int, int]]] = [[] for _ in range(lanes)]
-        """(time, primitive) in transit to each stage."""
+        """For each lane: (time of arrival, primitive) for each input that is in transit to it."""
         self._free = [True] * lanes
         self._ahead = [0] * lanes
         self._alive = [0.0] * lanes
@@ -259,7 +268,7 @@ class _Run:
         self._caps = tuple(cap * (1 + ROUNDING_TOLERANCE) for cap in rules.caps) or (math.inf,) * lanes
         self._done: list[list[int]] = [[] for _ in range(lanes)]
         self._events: list[tuple[int, int, int]] = []
-        """(time, lane, primitive that is ready there, or -1 for a stage that becomes free)."""
+        """(time, lane, number): the primitive becomes ready on the lane at that time; -1: the lane becomes free."""
         self._clock = 0
         self._cost = scheduler.ticks[rules.split]
         self._keys: Sequence[float] = scheduler.keys(rules.group) if urgency is None else urgency
@@ -297,7 +306,7 @@ class _Run:
         return self._b[lane] if kind == B else self._w[lane]
 
     def _choice(self, lane: int) -> _Queue | None:
-        """Return the queue whose first node a free stage begins, or None if it waits."""
+        """Return the queue from which a free stage takes its next primitive, or None if the stage waits."""
         backward, weights = self._b[lane], self._w[lane]
         forward = self._forward(lane) if self._ahead[lane] < self._limits[lane] else None
         if self._urgent:
@@ -313,7 +322,7 @@ class _Run:
         return queue
 
     def _forward(self, lane: int) -> _Queue | None:
-        """Return the queue with the most urgent forward that memory allows."""
+        """Return the queue with the most urgent forward that memory allows; None if there is none."""
         queues = [queue for chunk, queue in enumerate(self._f[lane]) if queue and self._fits(lane, chunk)]
         return min(queues, key=_first, default=None)
 
@@ -322,7 +331,7 @@ class _Run:
         return self._alive[lane] + scheduler.sizes[lane][chunk] + scheduler.reserves[lane][chunk] <= self._caps[lane]
 
     def _awaited(self, lane: int, until: int, forwards: bool) -> bool:
-        """Return whether a B, or, if `forwards`, a forward that may begin, arrives before `until`."""
+        """Return whether a B arrives before `until`, or, if `forwards`, a forward that may begin."""
         coming = self._coming[lane]
         while coming and coming[0][0] <= self._clock:
             heapq.heappop(coming)
@@ -335,7 +344,7 @@ class _Run:
         )
 
     def _force(self) -> None:
-        """Begin the most urgent forward that memory allows, if every stage is held back."""
+        """Begin the most urgent forward that memory allows, when every stage waits."""
         queues = [(queue[0], lane) for lane in range(len(self._free)) if (queue := self._forward(lane))]
         (_, number), lane = min(queues)
         heapq.heappop(self._queue(lane, number))

@@ -1,18 +1,19 @@
-"""Single stages of micro-batches move to replicas that are further ahead: the paper's progress-aware migration. Pure.
+"""Moves micro-batches at single stages to replicas that are further ahead: the paper's progress-aware migration. Pure.
 
-Eq. 5-6 require the work of each replica that makes the longest of them shortest: each stage of each micro-batch once,
-in order, within memory. Algorithm 1 answers with a rule, applied while the schedules advance: P[d, i] counts the
-forwards that stage i of replica d has completed. If (d_min, i) has stopped, or P[d_max, i] - P[d_min, i] > delta, the
-next pending micro-batch of (d_min, i) moves to d_max if memory allows at its arrival; F, B and W go together.
+Eq. 5-6 ask for a distribution of work that minimises the longest work of a replica, in which each stage of each
+micro-batch occurs once, in order, within memory. Algorithm 1 answers with a rule that is applied while the schedules
+advance. P[d, i] is the number of forwards that stage i of replica d has completed. If (d_min, i) has stopped, or
+P[d_max, i] - P[d_min, i] > delta, the next pending micro-batch of (d_min, i) moves to d_max, if memory allows when it
+arrives; its F, B and W move together.
 
-Where the paper is silent: a stage is examined when a primitive has ended or arrived there in any replica, and then one
-micro-batch may move; a working stage is compared from its first completed forward on; a micro-batch is pending when its
-activations are there and its forward has not begun; among hosts that are equally far, the one with the fewest waiting
-forwards takes it, then the first. Stages advance as under `schedules.greedy` (B, then F, then W, forwards held back as
-in 1F1B), and the order in which they did is the one that the plan carries. Its cost is computed by the timeline
+Details that the paper leaves open. A stage is examined when a primitive has ended or arrived there in any replica; then
+one micro-batch may move. A working stage is compared from its first completed forward on. A micro-batch is pending if
+its activations have arrived and its forward has not begun. Among hosts with equal progress, the one with the fewest
+waiting forwards is chosen, then the first. Stages advance as under `schedules.greedy` (B, then F, then W, forwards
+limited as in 1F1B), and the resulting order becomes part of the plan. The timeline computes its time
 (`prices.iteration_seconds`).
 
-Called by `resihp.scheduler.layouts.paper_planner`, and by modules that use the rule alone.
+Called by `resihp.scheduler.layouts.paper_planner`, and by modules that use only the rule.
 """
 
 from __future__ import annotations
@@ -35,17 +36,19 @@ from resihp.scheduler.orders.lanes import Lane, lanes, overfull
 from resihp.scheduler.situation import Situation
 
 DEFAULT_DELTA = 1
-"""Forwards by which a replica may be ahead at a stage. The paper gives none; `benchmarks/idle_time.py` sweeps it."""
+"""Number of forwards by which a replica may be ahead at a stage without a migration. The paper gives none;
+`benchmarks/idle_time.py` compares values."""
 
 MAX_ORDERED_PRIMITIVES = 20_000
-"""Most primitives of a plan that carries its orders: they go to every rank and into the journal, some 30 bytes each."""
+"""Maximum number of primitives of a plan that contains its orders: they are sent to every rank and written to the
+journal, some 30 bytes each."""
 
 _TIME_TOLERANCE = 1e-9
-"""Relative difference below which two moments, or two predictions, count as equal."""
+"""Relative difference below which two times, or two predictions, count as equal."""
 
 
 class DecidedMigration(msgspec.Struct, frozen=True):
-    """A migration, the time of its decision, and P of its stage in each replica at that time."""
+    """A migration, the time of its decision in seconds, and P of its stage in each replica at that time."""
 
     migration: Migration
     at_s: float
@@ -53,10 +56,10 @@ class DecidedMigration(msgspec.Struct, frozen=True):
 
 
 def migrate(plan: Plan, situation: Situation, *, delta: int = DEFAULT_DELTA) -> Plan:
-    """Return `plan` with migrations and their orders; unchanged if they do not make it faster.
+    """Return `plan` with migrations and the resulting orders; unchanged if they do not make it faster.
 
-    `plan` has no migrations yet. Stages without ranks, or of speed 0, give all their work away. Raises PlanError if no
-    other replica holds the layers of such a stage, or has the memory for its work.
+    `plan` must have no migrations. Stages without ranks or with speed 0 give all their work away. Raises PlanError if
+    no other replica holds the layers of such a stage, or has memory for its work.
     """
     moves, orders = advance(plan, situation, delta=delta)
     if not moves:
@@ -73,8 +76,8 @@ def migrate(plan: Plan, situation: Situation, *, delta: int = DEFAULT_DELTA) -> 
 
 
 def with_orders(plan: Plan, orders: Orders) -> Plan:
-    """Return `plan` with these orders; without, if they are too many to be sent: then ranks compute their
-    schedule's."""
+    """Return `plan` with these orders, or without any if there are too many to send; ranks then use their schedule's
+    orders."""
     too_many = sum(len(order) for replica in orders for order in replica) > MAX_ORDERED_PRIMITIVES
     return msgspec.structs.replace(plan, orders=() if too_many else orders)
 
@@ -82,10 +85,10 @@ def with_orders(plan: Plan, orders: Orders) -> Plan:
 def advance(
     plan: Plan, situation: Situation, *, delta: int = DEFAULT_DELTA
 ) -> tuple[tuple[DecidedMigration, ...], Orders]:
-    """Run Algorithm 1: return the moves, in the order of the decisions, and the resulting order of each stage.
+    """Run Algorithm 1: return the migrations, in the order of their decisions, and the resulting order of each stage.
 
-    Replicas that neither give nor take keep the orders of the plan's schedule. Raises PlanError for a negative `delta`,
-    and if a stopped stage cannot give its work away.
+    Replicas that neither give nor receive micro-batches keep the orders of the plan's schedule. Raises PlanError for a
+    negative `delta`, and if a stopped stage cannot give its work away.
     """
     if delta < 0:
         raise PlanError(f"delta is {delta}; it is a number of forwards, at least 0")
@@ -105,8 +108,10 @@ def advance(
 
 
 class _Advance:
-    """One run of Algorithm 1 on a virtual clock. A *class* is a set of equal layers in several replicas, which P
-    compares."""
+    """One run of Algorithm 1 on a virtual clock.
+
+    A *class* is a span of layers that several replicas hold in one chunk; P is compared within a class.
+    """
 
     def __init__(self, plan: Plan, situation: Situation, given: Orders, delta: int) -> None:
         self._plan, self._delta = plan, delta
@@ -122,7 +127,7 @@ class _Advance:
         }
         self._lanes = lanes(plan, situation)
         self._classes: dict[LayerSpan, dict[int, tuple[Stop, int]]] = defaultdict(dict)
-        """For each span of layers: each replica that holds it, with its place and its virtual stage there."""
+        """For each span of layers: each replica that holds it, with the stop and the virtual stage there."""
         for d, replica in enumerate(plan.layout.replicas):
             for v, (s, c) in enumerate(replica.virtual_stages):
                 self._classes[replica.stages[s].chunks[c]][d] = (Stop(d, s, c), v)
@@ -131,9 +136,9 @@ class _Advance:
         self._missing: dict[Node, int] = {}
         self._ends: dict[Node, float] = {}
         self._events: list[tuple[float, int, tuple[int, int], Node | None]] = []
-        """(time, tie, place, node that is ready there or None for a stage that becomes free)."""
+        """(time, tie, stage, node): the node becomes ready on the stage at that time; None: the stage becomes free."""
         self._hosts: set[tuple[int, int]] = set()
-        """Places that received a guest at this moment."""
+        """Stages that received a guest at the present moment."""
         self._ties = itertools.count()
         self._clock = 0.0
         self.moves: list[DecidedMigration] = []
@@ -164,7 +169,7 @@ class _Advance:
         return tuple(tuple(orders) for orders in orders_of_replica.values())
 
     def _is_even(self) -> bool:
-        """Return whether no replica can fall behind: equal shares, and the layers of each class take the same
+        """Return whether no replica can fall behind: shares are equal, and the layers of each class take equally long
         everywhere."""
         if any(lane.stopped for lane in self._lanes.values()):
             return False
@@ -183,7 +188,7 @@ class _Advance:
         return self._plan.layout.replicas[place[0]].stages[place[1]].chunks
 
     def _elapse(self) -> list[tuple[int, int]]:
-        """Advance to the next moment. Return the stages where a primitive ended or arrived, in order."""
+        """Advance the clock to the next event. Return the stages where a primitive ended or arrived, sorted."""
         touched: set[tuple[int, int]] = set()
         moment = self._events[0][0] if self._events else self._clock
         while self._events and self._events[0][0] <= moment * (1 + _TIME_TOLERANCE):
@@ -213,7 +218,11 @@ class _Advance:
             heapq.heappush(lane.others[kind], (urgency, node))
 
     def _apply(self, span: LayerSpan) -> None:
-        """Apply the rule to one class. Stopped stages give all that memory elsewhere allows, others one micro-batch."""
+        """Apply the rule to one class.
+
+        Stopped stages give away as many micro-batches as memory elsewhere allows; the slowest working stage gives at
+        most one.
+        """
         progress = self._progress[span]
         at = self._classes[span]
         stopped = [d for d in at if self._lane(at[d][0]).stopped]
@@ -234,7 +243,11 @@ class _Advance:
         return next((node for _, node in self._lane(stop).own if node[2] == v), None)
 
     def _host(self, d: int, span: LayerSpan, *, full: bool = False) -> int | None:
-        """Return d_max among the replicas with memory for a guest, or with `full` among all."""
+        """Return d_max: the replica with the most progress among those with memory for a guest, or with `full` among
+        all.
+
+        None if there is none.
+        """
         at = self._classes[span]
         able = [
             e
@@ -260,7 +273,7 @@ class _Advance:
             self._hosts.add((host_stop.replica, host_stop.stage))
 
     def _force(self) -> int:
-        """Begin or move the most urgent forward if every stage is held back. Return the number of primitives begun."""
+        """Begin or move the most urgent forward, when every stage waits. Return the number of primitives begun."""
         ready = [
             (queue[0], place)
             for place, lane in self._lanes.items()

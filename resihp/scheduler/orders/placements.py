@@ -1,8 +1,8 @@
-"""Placement of layers of different times on stages: routes over stages, and cuts along a route. Pure.
+"""Placement of layers with different times on stages: routes over stages, and cuts along a route. Pure.
 
 A *route* names the stage of each virtual stage, in the order in which a micro-batch passes them: (0, 1, 0, 1) is
-Megatron's interleaving of two stages with two chunks each, (0, 1, 1, 0) a V. A *cut* is the number of layers of each
-virtual stage. The timeline computes the cost of a cut; this module only considers how evenly it loads the stages.
+Megatron's interleaving of two stages with two chunks each, (0, 1, 1, 0) is a V. A *cut* is the number of layers of each
+virtual stage. This module considers only how evenly a cut loads the stages; the timeline computes the time of a cut.
 
 Called by `resihp.scheduler.orders.tuner`.
 """
@@ -24,9 +24,9 @@ _TIME_TOLERANCE = 1e-9
 
 
 def routes(stages: int, layers: int, most_chunks: int) -> Iterator[Route]:
-    """Yield regular routes: 1 to `most_chunks` rounds over the stages, in one direction or back and forth.
+    """Yield regular routes: 1 to `most_chunks` rounds over the stages, always in one direction or back and forth.
 
-    Also those in which the last stage, which has the head, takes part in the last rounds only.
+    Routes in which the last stage, which has the head, takes part only in the last rounds are included.
     """
     yielded: set[Route] = set()
     for rounds in range(1, most_chunks + 1):
@@ -42,7 +42,7 @@ def routes(stages: int, layers: int, most_chunks: int) -> Iterator[Route]:
 
 
 def chunks_of(route: Route, cut: Cut, stages: int) -> tuple[tuple[LayerSpan, ...], ...]:
-    """Return the spans of layers of each stage."""
+    """Return the spans of layers of each stage, for a cut along a route."""
     spans_of_stage: list[list[LayerSpan]] = [[] for _ in range(stages)]
     first = 0
     for s, count in zip(route, cut, strict=True):
@@ -52,29 +52,31 @@ def chunks_of(route: Route, cut: Cut, stages: int) -> tuple[tuple[LayerSpan, ...
 
 
 class Loads:
-    """Times of the stages of one pipeline for one micro-batch, F, B and W together, at their groups' speeds."""
+    """Time of each stage of a pipeline for one micro-batch (F, B and W together), at its group's speed."""
 
     def __init__(self, profile: Profile, speeds: Sequence[float]) -> None:
         self.layers, self.speeds = len(profile.layers), tuple(speeds)
         items = [profile.span(i, i).total for i in range(self.layers)]
         self._sums = [0.0, *itertools.accumulate(items)]
         self._known: dict[Route, Cut] = {}
-        """The fastest cuts along routes of one chunk a stage."""
+        """The cut with the fastest slowest stage, for each route with one chunk a stage."""
 
     def chunk(self, first: int, last: int) -> float:
-        """Return the time of layers `first` to `last` at speed 1, with embedding and head where they adjoin."""
+        """Return the time of layers `first` to `last` at speed 1, plus embedding for the first layer and head for the
+        last."""
         return self._sums[last + 1] - self._sums[first]
 
     def slowest(self, route: Route, cut: Cut) -> float:
-        """Return the time of the slowest stage."""
+        """Return the time of the slowest stage for one micro-batch."""
         return self._badness(route, cut)[0]
 
     def balanced(self, route: Route, cut: Cut | None = None, full: frozenset[int] = frozenset()) -> Cut:
-        """Return a cut along `route` with the fastest slowest stage found, and then as even as possible.
+        """Return a cut along `route` that makes the slowest stage as fast as possible, and then is as even as possible.
 
-        With one chunk in each stage it is optimal, by dynamic programming. Otherwise layers move from one virtual stage
-        to another as long as that helps: from an even cut, towards chunks of equal size; or from `cut`, without regard
-        to the sizes of chunks. `full`: virtual stages that get no more. Raises PlanError if there are too few layers.
+        With one chunk on each stage, the cut is optimal, by dynamic programming. Otherwise layers move between virtual
+        stages as long as that helps, starting from an even cut and towards chunks of equal size, or starting from `cut`
+        without regard to the sizes of chunks. Virtual stages in `full` get no more layers. Raises PlanError if there
+        are fewer layers than virtual stages.
         """
         if len(route) > self.layers:
             raise PlanError(f"{self.layers} layers are too few for {len(route)} virtual stages")
@@ -98,8 +100,8 @@ class Loads:
             current = best
 
     def quick_to_fill(self, route: Route) -> Cut:
-        """Return a cut whose stages get one layer at first, so that the last of them does not wait long for its first
-        work."""
+        """Return a cut with one layer on the first virtual stage of each stage, so that the last stage gets its first
+        work early."""
         firsts = {s: v for v, s in reversed([*enumerate(route)])}
         later = [v for v, s in enumerate(route) if firsts[s] != v]
         if not later:
@@ -113,7 +115,8 @@ class Loads:
         return tuple(self.layers // parts + (v < self.layers % parts) for v in range(parts))
 
     def _badness(self, route: Route, cut: Cut) -> tuple[float, float, float]:
-        """Return the badness by slowest stage, by all stages, and by all chunks."""
+        """Return three measures of unevenness: time of the slowest stage, sum of squares over stages, sum of squares
+        over chunks."""
         loads = [0.0] * len(self.speeds)
         squares, first = 0.0, 0
         for s, count in zip(route, cut, strict=True):
@@ -125,7 +128,10 @@ class Loads:
         return tuple(float(f"{x:.9g}") for x in (max(loads), sum(x * x for x in loads), squares))  # type: ignore[return-value]
 
     def _fastest(self, route: Route) -> Cut:
-        """Optimise by dynamic programming over (stage, first layer): least bottleneck, then least sum of squares."""
+        """Return the cut with the fastest slowest stage, then the least sum of squares.
+
+        The method is dynamic programming over (virtual stage, first layer).
+        """
         after: dict[int, tuple[float, float, Cut]] = {self.layers: (0.0, 0.0, ())}
         for v in reversed(range(len(route))):
             entries: dict[int, tuple[float, float, Cut]] = {}
@@ -149,7 +155,7 @@ class Loads:
 
 
 def moved(cut: Cut, a: int, b: int) -> Cut:
-    """Return the cut with one layer more for virtual stage b and one less for a; the layers between them shift."""
+    """Return the cut with one layer more on virtual stage b and one less on a; the layers between them shift."""
     counts = list(cut)
     counts[a] -= 1
     counts[b] += 1

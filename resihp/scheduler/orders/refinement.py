@@ -1,11 +1,11 @@
-"""Refines the schedule of a plan with a fixed layout: orders of work for stages that a failure affected, and
-micro-batches that pass single stages elsewhere. Pure.
+"""Refines the schedule of a plan with a fixed layout, where a failure affected it. Pure.
 
-A layout is chosen by the time of its replicas in the order of the job's schedule. That order is made for equal stages
-and links without delay; for unequal ones, another warm-up, another place for W (under zero-bubble) and other turns may
-take less time (`resihp.scheduler.orders.warm_up`), and so may the paper's migration of single stages
-(`resihp.scheduler.orders.migration`). Either is taken only if it is significantly faster on the timeline, and if memory
-is known to suffice. Called by `resihp.scheduler.planner`; `anytime` uses the migrations alone.
+The refinement changes the order of work of stages, and lets micro-batches pass single stages in other replicas. Layouts
+are chosen by the time of their replicas under the job's schedule, which is made for equal stages and for links without
+delay. For unequal stages, another warm-up, another place for W (under zero-bubble) or other turns may take less time
+(`resihp.scheduler.orders.warm_up`), and so may the paper's migration (`resihp.scheduler.orders.migration`). A change is
+made only if it is significantly faster on the timeline, and if memory is known to suffice. Called by
+`resihp.scheduler.planner`; `anytime` uses only the migrations.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from resihp.scheduler.orders.warm_up_depths import deepened, order
 from resihp.scheduler.situation import Situation
 
 MAX_CHUNKS = 1000
-"""Most chunks of all micro-batches. Larger plans keep their schedule: orders are part of a plan, and take milliseconds
-to play."""
+"""Maximum number of chunks of all micro-batches. Larger plans keep their schedule: orders are part of a plan, and take
+milliseconds to play."""
 MAX_CHUNKS_EVEN_LINKS = 100
-"""Most chunks for passes elsewhere if no link is slow and W stays with B: there is little to gain."""
+"""Maximum number of chunks for migrations if no link is slow and W is not separate from B: there is little to gain."""
 MAX_EVALUATIONS = 24
-"""Orders that are played for one replica."""
+"""Maximum number of orders that are played for one replica."""
 
 
 class Refined(msgspec.Struct, frozen=True):
     plan: Plan
     seconds: float
     how: str
-    """Description of the change; empty if there is none."""
+    """Description of the change; empty if nothing changed."""
 
 
 def refined(situation: Situation, plan: Plan, seconds: float, prices: Prices, *, thorough: bool = False) -> Refined:
-    """Return the same layout with a faster schedule, or unchanged.
+    """Return the same layout with a faster schedule, or the plan unchanged.
 
-    `thorough`: also where the gain is small for the time of the search.
+    `thorough`: whether to search even where the gain is small for the time of the search.
     """
     if plan.migrations:
-        return Refined(plan, seconds, "")  # and so it has orders of its own
+        return Refined(plan, seconds, "")  # a plan with migrations has orders of its own
     chunks = _chunks(plan)
     if situation.memory_bytes is None or chunks > MAX_CHUNKS:
         return Refined(plan, seconds, "")
@@ -70,7 +70,7 @@ def refined(situation: Situation, plan: Plan, seconds: float, prices: Prices, *,
 def _changes(
     situation: Situation, plan: Plan, chunks: int, *, thorough: bool
 ) -> list[Callable[[Situation, Plan, Prices], Refined]]:
-    """Return the changes of the schedule that are tried, see `refined`."""
+    """Return the functions that change the schedule and are worth trying, see `refined`."""
     plain = situation.schedule != "zero-bubble" and all(len(stage.chunks) == 1 for stage in _stages(plan))
     changes: list[Callable[[Situation, Plan, Prices], Refined]] = [_deepened] if plain else []
     if thorough or situation.links or not plain:
@@ -90,11 +90,11 @@ def _stages(plan: Plan) -> list[Stage]:
 
 
 Found = tuple[tuple[Order, ...], float]
-"""Orders of a replica's stages, and their time."""
+"""Orders of a replica's stages, and the seconds that they take."""
 
 
 def _deepened(situation: Situation, plan: Plan, prices: Prices) -> Refined:
-    """Return the plan with other warm-ups for the replicas that finish last; it remains 1F1B."""
+    """Return the plan with deeper warm-ups for the replicas that finish last; their orders remain 1F1B."""
     depths_of: dict[object, tuple[tuple[int, ...], float]] = {}
 
     def make(priced: Priced, share: Sequence[int], room: Sequence[float]) -> Found:
@@ -131,7 +131,8 @@ def _last_ones(
     make: Callable[[Priced, Sequence[int], Sequence[float]], Found],
     how: str,
 ) -> Refined:
-    """Change the replica that finishes last, then the one that finishes last now, as long as it helps."""
+    """Change the orders of the replica that finishes last, and repeat this for the next replica that finishes last, as
+    long as it helps."""
     replicas = plan.layout.replicas
     orders = list(orders_of(plan))
     priced = [prices.priced(replica) for replica in replicas]
@@ -164,9 +165,9 @@ def _last_ones(
 
 
 def migrated(situation: Situation, plan: Plan, prices: Prices) -> Refined:
-    """Return the plan with single stages of some micro-batches elsewhere, if other replicas hold the same layers.
+    """Return the plan with some micro-batches passing single stages in other replicas that hold the same layers.
 
-    If there is no such plan, it is returned unchanged, at an infinite time.
+    If there is no such plan, return the plan unchanged, with an infinite time.
     """
     unchanged = Refined(plan, float("inf"), "")
     if _chunks(plan) > MAX_CHUNKS:

@@ -1,14 +1,15 @@
 """The pipeline tuner: partition, placement and schedule of one pipeline, together, for layers of different times. Pure.
 
-AdaPtis (OctoPipe, SC'26) tunes whichever of the three seems to cost most, in turn, and schedules by a list with a cap
-on activations. Here all three are searched together: regular placements, of one chunk a stage up to several, back and
-forth or round and round, with and without the stage that has the head in every round; each cut so that the slowest
-stage is as fast as possible (`resihp.scheduler.orders.placements`); each scheduled by lists under several rules
-(`resihp.scheduler.orders.list_scheduling`). From the best of them, a local search changes layers, placement, rules and
-urgency, one at a time. Only `resihp.pipeline.timeline` compares results, and only strictly faster ones are taken.
+AdaPtis (OctoPipe, SC'26) tunes in turn whichever of the three seems to cost most, and schedules by a list with a cap on
+activations. This module searches all three together. It tries regular placements: one chunk a stage or several, back
+and forth or always in one direction, with and without the stage that has the head in every round. Each placement is cut
+so that the slowest stage is as fast as possible (`resihp.scheduler.orders.placements`), and scheduled by lists under
+several rules (`resihp.scheduler.orders.list_scheduling`). From the best result, a local search changes layers,
+placement, rules and urgency, one at a time. Results are compared by `resihp.pipeline.timeline` alone, and only a
+strictly faster one replaces the best.
 
-For the first layout of a job as well as after failures. It knows one replica, and devices by the speed of their group
-only; memory other than activations is for the planner to check.
+The tuner is used for the first layout of a job and after failures. It considers one replica, and devices only by the
+speed of their group; the planner checks memory other than that of activations.
 """
 
 from __future__ import annotations
@@ -29,23 +30,24 @@ from resihp.scheduler.orders.list_scheduling import ROUNDING_TOLERANCE, ListSche
 from resihp.scheduler.orders.placements import Cut, Loads, Route, chunks_of, moved, routes
 
 PATIENCE_PAIRS = ((0.0, 0.0), (0.5, 0.0), (0.5, 0.5), (0.0, 0.5), (1.0, 0.0), (0.25, 0.0), (1.0, 1.0))
-"""Pairs of `StageRules.patience` and `StageRules.forward_patience` to try, the first two of them on every placement."""
+"""Pairs of `StageRules.patience` and `StageRules.forward_patience` to try. The first two are tried on every
+placement."""
 
 PLACEMENTS_KEPT = 4
-"""Placements that are examined closely."""
+"""Number of best placements that are tried under more rules."""
 
 MAX_MISSES = 300
-"""Changes in a row that cannot be faster, after which the search for others ends."""
+"""Number of consecutive changes that cannot be faster, after which the search for changes ends."""
 
 MAX_CACHED_DESIGNS = 32
-"""Designs whose compiled costs are cached."""
+"""Maximum number of designs with cached compiled costs."""
 
 PROMISING_EXCESS = 0.03
-"""Relative excess over the best up to which other rules are tried on a changed placement."""
+"""Relative excess over the best time up to which other rules are tried on a changed placement."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """A pipeline to be tuned."""
+    """A pipeline to tune: times of its layers, number and speed of its stages, and limits."""
 
     profile: Profile
     stages: int
@@ -53,39 +55,42 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     speeds: tuple[float, ...] = ()
     """Speed of each stage's group, in healthy devices (`Situation.speed`); 1 each if empty."""
     late: tuple[tuple[float, ...], ...] = ()
-    """Seconds from each stage to each other one; empty if transfers take no time."""
+    """Seconds of a transfer from each stage to each other stage: [sender][receiver]; empty if transfers take no
+    time."""
     layer_bytes: float | tuple[float, ...] = 1.0
-    """Bytes that a layer keeps of one micro-batch: one number for all layers, or one for each."""
+    """Bytes that a layer keeps alive for one micro-batch: one number for all layers, or one number per layer."""
     most_alive: tuple[float, ...] = ()
-    """Most that each stage may keep alive, in bytes as above; empty for no limit."""
+    """Maximum that each stage may keep alive, in the bytes of `layer_bytes`; empty for no limit."""
     split: bool = True
     """Whether W may be separate from B."""
     most_chunks: int = 4
-    """Most chunks of a stage in the regular placements; Megatron's may have as many as there are layers."""
+    """Maximum number of chunks of a stage in regular placements. Megatron's placements may have as many as there are
+    layers, unless `bound`."""
     bound: bool = False
-    """Whether this limit holds for every stage in every placement."""
+    """Whether `most_chunks` limits every stage in every placement."""
 
 
 class Tuned(msgspec.Struct, frozen=True, kw_only=True):
-    """A tuned pipeline: the places of its layers, the orders of its stages, and the time."""
+    """A tuned pipeline: the placement of its layers, the orders of its stages, and its time."""
 
     chunks: tuple[tuple[LayerSpan, ...], ...]
-    """Layers of each stage."""
+    """Spans of layers of each stage."""
     orders: tuple[Order, ...]
-    """Order of each stage, for micro-batches 0, 1, ..."""
+    """Order of each stage, for micro-batches numbered from 0."""
     seconds: float
-    """Time on the timeline, without synchronisation and step."""
+    """Time on the timeline, without gradient synchronisation and optimizer step."""
     alive: tuple[float, ...]
-    """The most that each stage keeps alive, in the bytes of `Task.layer_bytes`."""
+    """Peak that each stage keeps alive, in the bytes of `Task.layer_bytes`."""
     slowest_s: float
-    """Time of the slowest stage for one micro-batch: `seconds` is at least the number of micro-batches times this."""
+    """Time of the slowest stage for one micro-batch. `seconds` is at least this time multiplied by the number of
+    micro-batches."""
 
     def replica(self, groups: Sequence[Sequence[int]]) -> Replica:
-        """Return the replica on these groups of ranks, one for each stage."""
+        """Return the pipeline as a replica on these groups of ranks, one group for each stage."""
         return Replica(tuple(Stage(tuple(ranks), chunks) for ranks, chunks in zip(groups, self.chunks, strict=True)))
 
     def plan(self, epoch: int, groups: Sequence[Sequence[int]] = ()) -> Plan:
-        """Return a plan of this one pipeline; on ranks 0, 1, ... if no groups are given."""
+        """Return a plan of this pipeline alone; on ranks 0, 1, ... if no groups are given."""
         groups = groups or [(s,) for s in range(len(self.chunks))]
         count = 1 + max(primitive.micro_batch for primitive in self.orders[0])
         return Plan(
@@ -96,14 +101,16 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def orders_for(self, share: Sequence[int]) -> tuple[Order, ...]:
-        """Return the same orders for as many other micro-batches, given by their indices in the global batch."""
+        """Return the orders for the micro-batches of `share` (indices in the global batch), which must be equally
+        many."""
         return tuple(
             tuple(msgspec.structs.replace(p, micro_batch=share[p.micro_batch]) for p in order) for order in self.orders
         )
 
 
 def megatron(task: Task, chunks: int = 1) -> Tuned:
-    """Return Megatron's interleaved 1F1B (1F1B for one chunk): layers spread evenly whatever they cost, W with its B.
+    """Return Megatron's interleaved 1F1B (1F1B for one chunk): layers spread evenly whatever they cost, W not separate
+    from B.
 
     Raises LayoutError if there are too few layers. Memory is not checked.
     """
@@ -114,10 +121,10 @@ def megatron(task: Task, chunks: int = 1) -> Tuned:
 
 
 def tune(task: Task, *, evaluations: int = 400, seed: int = 0) -> Tuned:
-    """Return the fastest pipeline found with so many orders made and played.
+    """Return the fastest pipeline found; `evaluations` is the number of orders that are made and played.
 
-    Never slower than Megatron's, with any number of chunks that keeps to `most_alive`. Raises PlanError if there are
-    fewer layers than stages, or memory for no pipeline.
+    It is never slower than Megatron's, with any number of chunks that keeps to `most_alive`. Raises PlanError if there
+    are fewer layers than stages, or if no pipeline fits into memory.
     """
     search = _PipelineSearch(_checked(task), evaluations)
     search.baselines()
@@ -128,14 +135,14 @@ def tune(task: Task, *, evaluations: int = 400, seed: int = 0) -> Tuned:
 
 
 class _Design(msgspec.Struct, frozen=True):
-    """Placement of the layers."""
+    """Placement of the layers: a route, and a cut along it."""
 
     route: Route
     cut: Cut
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    """A pipeline that has been played. Without `rules`, its orders are Megatron's."""
+    """A pipeline that was played. If `rules` is None, its orders are Megatron's."""
 
     seconds: float
     design: _Design
@@ -152,7 +159,7 @@ class _PipelineSearch:
         self._lists: dict[_Design, ListScheduler] = {}
 
     def baselines(self) -> None:
-        """Play Megatron's pipelines, which must be among the choices; these few evaluations are not counted."""
+        """Play Megatron's pipelines, so that the result is never slower; these few evaluations are not counted."""
         task = self._task
         layers = len(task.profile.layers)
         max_chunks = max(1, layers // task.stages)
@@ -165,7 +172,8 @@ class _PipelineSearch:
             self._keep(_entry(_Design(route, cut), None, orders_of(lists.plan), lists))
 
     def regular(self) -> None:
-        """Play every regular placement by a few rules, then the best of them by more; among equal ones the first."""
+        """Play every regular placement under a few rules, then the best placements under more; of equal ones the first
+        is kept."""
         task = self._task
         layers = len(task.profile.layers)
         designs: dict[_Design, float] = {}
@@ -187,7 +195,8 @@ class _PipelineSearch:
                         self._try(design, rules)
 
     def climb(self, rng: random.Random) -> None:
-        """Change the best, one thing at a time; then the urgency, which a change of layers would invalidate."""
+        """Change the best pipeline, one thing at a time; after that its urgency, which a change of layers would
+        invalidate."""
         reserve, end = self._left // 3, self._left // 12
         misses = 0
         while self._left > reserve and self._best is not None and misses < MAX_MISSES:
@@ -201,7 +210,7 @@ class _PipelineSearch:
             self._try(best.design, self._rules(rng.choice(PATIENCE_PAIRS), 0), urgency)
 
     def shrink(self) -> None:
-        """Keep less alive, if that costs no time."""
+        """Reduce the peak of live activations as long as that costs no time."""
         while self._left > 0 and self._best is not None and self._best.rules is not None:
             best, rules = self._best, self._best.rules
             max_alive = max(best.lists.alive(best.orders))
@@ -224,7 +233,7 @@ class _PipelineSearch:
         return _tuned(self._best.lists, self._best.orders)
 
     def _quick(self) -> list[StageRules]:
-        """Return the few rules that are tried on every placement."""
+        """Return the few rules under which every placement is tried."""
         pair_count = 2 if self._task.split else 1
         return [
             self._rules(patience, -(-self._task.stages // part))
@@ -240,7 +249,8 @@ class _PipelineSearch:
         )
 
     def _try(self, design: _Design, rules: StageRules, urgency: Sequence[float] | None = None) -> float:
-        """Return the seconds of a design under some rules, infinite if memory forbids it; keep it if it is the best."""
+        """Return the seconds of a design under some rules, infinite if memory does not suffice. Keep it if it is the
+        best."""
         lists = self._lists.get(design)
         if lists is None:
             lists = _lists(self._task, chunks_of(design.route, design.cut, self._task.stages))
@@ -267,7 +277,7 @@ class _PipelineSearch:
             self._best = entry
 
     def _change(self, best: _Entry, rng: random.Random) -> None:
-        """Make one random change of layers, placement or rules. Designs that cannot be faster are not played."""
+        """Try one random change of layers, placement or rules. Designs that cannot be faster are not played."""
         design, rules = best.design, best.rules or self._rules(PATIENCE_PAIRS[0], 0)
         kind = rng.randrange(10)
         if kind < 5:
@@ -291,7 +301,10 @@ class _PipelineSearch:
                     self._try(design, quick_rules)
 
     def _other_cut(self, design: _Design, rng: random.Random) -> _Design:
-        """Move a layer from one virtual stage to another, or two; balance again if the slowest stage becomes slower."""
+        """Return a design with one or two layers moved between virtual stages.
+
+        If the slowest stage becomes slower, the cut is balanced again.
+        """
         cut = design.cut
         for _ in range(rng.choice((1, 1, 2))):
             a, b = rng.randrange(len(cut)), rng.randrange(len(cut))
@@ -302,7 +315,8 @@ class _PipelineSearch:
         return _Design(design.route, cut)
 
     def _other_route(self, design: _Design, rng: random.Random) -> _Design:
-        """Move a virtual stage to another stage, exchange two, split one, or join two."""
+        """Return a design in which a virtual stage moves to another stage, or two are exchanged, or one is split, or
+        two are joined."""
         route, cut = [*design.route], [*design.cut]
         v, w = rng.randrange(len(route)), rng.randrange(len(route))
         move = rng.randrange(4)
@@ -326,7 +340,7 @@ class _PipelineSearch:
 
 
 def _checked(task: Task) -> Task:
-    """Return the task with speeds. Raises PlanError for a task that is not consistent."""
+    """Return the task with speeds filled in. Raises PlanError for an inconsistent task."""
     layers = len(task.profile.layers)
     speeds = task.speeds or (1.0,) * task.stages
     if task.stages < 1 or task.micro_batches < 1:

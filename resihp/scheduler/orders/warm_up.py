@@ -1,13 +1,12 @@
-"""Orders of one pipeline with slow links: the number of forwards that each stage begins before its first backward.
-Pure.
+"""Orders of a pipeline with slow links: how many forwards each stage begins before its first backward. Pure.
 
-1F1B leaves no slack between neighbours: each late transfer delays every micro-batch. Adaptra (NSDI'26, its code is
-called PipeMorph) gives it slack: more warm-up forwards before a slow link, x_last = 1, x_i = x_{i+1} + ceil(delay /
-t_F) + 2, as far as memory allows, then B before F before W; it tries several assumed delays and keeps the best replay.
-This module does that and more: it also starts from the slack that one round trip over the links takes in whole
-micro-batches, and without any limit except memory's; it lets stages wait a little for imminent work rather than begin a
-W, and changes the depths of single stages as long as that helps on the timeline. Its result is never slower than the
-given schedule, and keeps no more micro-batches alive than that speed needs, or than allowed.
+1F1B leaves no slack between neighbours, so each late transfer delays every micro-batch. Adaptra (NSDI'26; its code is
+called PipeMorph) adds slack: more warm-up forwards before a slow link, x_last = 1, x_i = x_{i+1} + ceil(delay / t_F) +
+2, as far as memory allows, and then B before F before W. It tries several assumed delays and keeps the best replay.
+This module does the same and more. It also starts from the slack that one round trip over the links takes, in whole
+micro-batches, and from no limit except memory. It lets stages wait a little for work that is about to arrive instead of
+beginning a W. It changes the depths of single stages as long as that helps on the timeline. The result is never slower
+than the given schedule, and keeps no more micro-batches alive than its speed needs, or than are allowed.
 
 Called by the planner for replicas with transfers that take time. It chooses no layout.
 """
@@ -30,7 +29,7 @@ from resihp.scheduler.cost.prices import Priced
 from resihp.scheduler.orders.list_scheduling import ROUNDING_TOLERANCE, ListScheduler, StageRules, most_ahead
 
 ASSUMED_DELAY_PARTS = (1.0, 0.5, 0.25, 0.75, 0.0)
-"""Parts of the delay that are tried in place of all of it (Adaptra: 0, 5, ..., delay ms)."""
+"""Parts of the delay that are tried in place of the full delay (Adaptra: 0, 5, ..., delay ms)."""
 
 PATIENCE_VALUES = (0.0, 0.5, 0.75, 0.25, 1.0)
 """Values of `StageRules.patience` to try."""
@@ -40,12 +39,13 @@ class Adapted(msgspec.Struct, frozen=True, kw_only=True):
     """Orders of a replica's stages, and their time."""
 
     orders: tuple[Order, ...]
-    """For `Plan.orders`, one for each stage."""
+    """Order of each stage, for `Plan.orders`."""
     seconds: float
     plain_seconds: float
     """Time of the schedule's own orders."""
     alive: tuple[float, ...]
-    """Most micro-batches that each stage keeps alive; one chunk of several counts by its layers."""
+    """Maximum number of micro-batches that each stage keeps alive; with several chunks, a chunk counts by its share of
+    the stage's layers."""
 
 
 def adapted(
@@ -60,11 +60,11 @@ def adapted(
 ) -> Adapted:
     """Return fast orders in which `priced` computes the micro-batches `share` (their indices in the global batch).
 
-    `split` allows W separate from B; then either all orders have W or none has. `most_alive`: for each stage, the most
-    micro-batches it may keep alive; empty for no limit. `evaluations`: most orders that are made and played, besides
-    the schedule's own.
+    `split`: whether W may be separate from B; in that case either all orders have W or none has. `most_alive`: for each
+    stage, the maximum number of micro-batches that it may keep alive; empty for no limit. `evaluations`: maximum number
+    of orders that are made and played, besides the schedule's own.
 
-    Raises PlanError if a stage may not keep one micro-batch alive, or takes forever.
+    Raises PlanError if a stage may not keep even one micro-batch alive, or has an infinite time.
     """
     search = _DepthSearch(priced, tuple(share), schedule, split, tuple(map(float, most_alive)), evaluations)
     search.first()
@@ -74,7 +74,8 @@ def adapted(
 
 
 def published_depths(priced: Priced, assumed: float = 1.0) -> tuple[int, ...]:
-    """Apply Adaptra's rule for stages of one chunk: x_last = 1, x_i = x_{i+1} + ceil(delay / t_F) + 2.
+    """Return the depth of each stage by Adaptra's rule for one chunk a stage: x_last = 1, x_i = x_{i+1} + ceil(delay /
+    t_F) + 2.
 
     `assumed`: the part of each delay that is taken into account.
     """
@@ -87,7 +88,8 @@ def published_depths(priced: Priced, assumed: float = 1.0) -> tuple[int, ...]:
 
 
 def _round_trips(priced: Priced, assumed: float) -> list[int]:
-    """Return for each stage the micro-batches that it could compute during a round trip to the last stage."""
+    """Return, for each stage, the number of micro-batches that it could compute during a round trip to the last
+    stage."""
     micro_batches: list[int] = []
     for s, chunks in enumerate(priced.shape):
         seconds = sum(chunk.total for chunk in chunks)
@@ -98,7 +100,8 @@ def _round_trips(priced: Priced, assumed: float) -> list[int]:
 
 
 class _DepthSearch:
-    """The best orders so far, by time, then by the micro-batches that they keep alive."""
+    """Search for the best orders: the fastest, and among equally fast ones those that keep the fewest micro-batches
+    alive."""
 
     def __init__(
         self,
@@ -132,15 +135,16 @@ class _DepthSearch:
             self._keep(orders_of(apart), StageRules(split=True, limits=tuple(self._depths), caps=caps))
 
     def first(self) -> None:
-        """Try the orders that follow from the rules."""
+        """Try the orders with the depths that follow from the rules."""
         for limits in dict.fromkeys(self._starts()):
             for patience in PATIENCE_VALUES[: 2 if self._split else 1]:
                 self._try(StageRules(split=self._split, limits=limits, caps=self._caps, patience=patience))
 
     def climb(self, rng: random.Random) -> None:
-        """Change the depth of single stages, of all up to one, or the patience, as long as evaluations remain.
+        """Change the depth of single stages, the depths of all stages up to one, or the patience, as long as
+        evaluations remain.
 
-        A fifth of them is reserved for `shrink`.
+        A fifth of the evaluations is reserved for `shrink`.
         """
         reserve = self._left // 5
         stages = len(self._lists.lanes)
@@ -156,7 +160,7 @@ class _DepthSearch:
             self._try(StageRules(split=self._split, limits=tuple(limits), caps=self._caps, patience=patience))
 
     def shrink(self) -> None:
-        """Keep fewer micro-batches alive, if that costs no time."""
+        """Keep fewer micro-batches alive, as long as that costs no time."""
         while self._left > 0:
             most_alive = max(self._lists.alive(self._orders))
             caps = tuple(min(cap, most_alive - 1) for cap in self._caps or (math.inf,) * len(self._lists.lanes))
@@ -168,7 +172,7 @@ class _DepthSearch:
                 break
 
     def result(self) -> Adapted:
-        """Return the best orders. Raises PlanError if the schedule's own orders take forever."""
+        """Return the best orders. Raises PlanError if the schedule's own orders take an infinite time."""
         return Adapted(
             orders=self._orders[0],
             seconds=self._seconds,
@@ -190,7 +194,7 @@ class _DepthSearch:
             self._keep(self._lists.run(rules), rules)
 
     def _keep(self, orders: Orders, rules: StageRules) -> None:
-        """Take `orders` if they are allowed and better."""
+        """Keep `orders` as the best ones if they are allowed and better."""
         alive = self._lists.alive(orders)
         if any(count > cap * (1 + ROUNDING_TOLERANCE) for count, cap in zip(alive, self._caps, strict=False)):
             return

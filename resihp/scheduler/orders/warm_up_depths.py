@@ -1,9 +1,10 @@
-"""1F1B with other numbers of warm-up forwards, within a millisecond. Pure.
+"""1F1B with other numbers of warm-up forwards, found within a millisecond. Pure.
 
-If stages differ, the schedule's own warm-up, one forward more for each stage behind, leaves some of them waiting that
-have memory for more. `resihp.scheduler.orders.warm_up` makes orders of any kind and plays them; here the order remains
-that of 1F1B, which takes microseconds to time, and only its depths are raised, those of a stage and of all stages
-before it together. Called by `resihp.scheduler.orders.refinement` where an answer must not take longer.
+1F1B's own warm-up has one more forward for each stage that follows. If stages differ, this leaves some stages waiting
+although they have memory for more micro-batches. Here the order remains 1F1B, because its time takes only microseconds
+to compute, and only the number of warm-up forwards (the depth) is raised, for a stage and all stages before it
+together. `resihp.scheduler.orders.warm_up` makes and plays orders of any kind. Called by
+`resihp.scheduler.orders.refinement` where an answer must not take longer.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from resihp.parallelism.plan import Order, Primitive
 from resihp.scheduler.cost.prices import Priced
 
 MAX_ROUNDS = 6
-"""Most times that depths are raised."""
+"""Maximum number of times that depths are raised."""
 MIN_GAIN = 1e-4
 """Relative gain below which more depth is not worth the memory."""
 
 
 def deepened(priced: Priced, micro_batches: int, most_alive: Sequence[float]) -> tuple[tuple[int, ...], float]:
-    """Return the warm-up forwards of each stage, at least 1F1B's, and the resulting time.
+    """Return the number of warm-up forwards of each stage, at least that of 1F1B, and the resulting time.
 
-    For replicas of one chunk a stage. `most_alive`: micro-batches that each stage has memory for.
+    The replica must have one chunk a stage. `most_alive`: the number of micro-batches that each stage has memory for.
     """
     stages = len(priced.shape)
     forward = [times.f for (times,) in priced.shape]
@@ -45,7 +46,7 @@ def deepened(priced: Priced, micro_batches: int, most_alive: Sequence[float]) ->
 
 
 def order(depth: int, share: Sequence[int]) -> Order:
-    """Return the order of a stage: `depth` forwards, then one forward and one backward in turn, then the remaining
+    """Return the order of a stage: `depth` forwards, then one forward and one backward alternately, then the remaining
     backwards."""
     primitives = [Primitive("F", m) for m in share[:depth]]
     for m, done in zip(share[depth:], share, strict=False):
@@ -60,10 +61,11 @@ def _seconds(
     depths: Sequence[int],
     micro_batches: int,
 ) -> float:
-    """Compute Eq. 2 turn by turn: F of a micro-batch on all stages, then the B that follows it on each, last stage
-    first.
+    """Return the time by Eq. 2, turn by turn: F of a micro-batch on all stages, then on each stage the B that follows
+    it.
 
-    `depths` do not ascend from stage to stage, so that the predecessors of a B were done in this turn or before.
+    The Bs of a turn go from the last stage to the first. `depths` must not increase from stage to stage, so that the
+    predecessors of each B were done in the same turn or earlier.
     """
     stages = len(forward)
     ends = [0.0] * stages

@@ -1,14 +1,15 @@
-"""A layout improved step by step, for as long as there is time: simulated annealing over whole layouts. Pure.
+"""Improves a layout step by step, for as long as there is time: simulated annealing over whole layouts. Pure.
 
-The immediate planner changes one thing at a time and stops when no single change gains. Here groups change their
-places, replicas and sizes, even without an immediate gain; layers follow, as is best for them on the timeline. Trials
-are counted, not timed: the same seed and number of trials give the same layout. Kirkpatrick et al., 1983; cooled and
-reheated in cycles, of which every second one starts from another layout: a layout of all ranks distributed anew, over
-fewer or more replicas, or the best one after random changes. With tight memory, single changes alone do not lead to
-such layouts. Two cycles have one length, the next two twice that length. The cost of the transition is not considered.
+The immediate planner changes one thing at a time, and stops when no single change helps. In this search, groups change
+their places, replicas and sizes even without an immediate gain; the layers are then partitioned as is best on the
+timeline. Trials are counted, not timed: equal seeds and numbers of trials give equal layouts. The temperature falls and
+is reset in cycles (Kirkpatrick et al., 1983). Every second cycle starts from another layout: one in which all ranks are
+distributed anew, over fewer or more replicas, or the best one after random changes. With tight memory, single changes
+alone do not lead to such layouts. Two cycles have one length, the next two twice that length. The cost of the
+transition is not considered.
 
-The trials are machine code (`resihp.scheduler.search.kernels`). Called by `resihp.scheduler.anytime`. Stages have one
-chunk, and their ranks are on one node.
+The trials are machine code (`resihp.scheduler.search.kernels`). Called by `resihp.scheduler.anytime`. Each stage has
+one chunk, and its ranks are on one node.
 """
 
 from __future__ import annotations
@@ -39,36 +40,36 @@ from resihp.scheduler.search.pipelines import Pipe, Pipelines, Ranks, pipe_of, r
 from resihp.scheduler.situation import Situation
 
 FIRST_CYCLE_TRIALS = 150
-"""Trials of the first cycle."""
+"""Number of trials of the first cycle."""
 FEWER_REPLICAS = 3
-"""Starting layouts distribute all ranks over the present number of replicas: up to this many fewer, or one more."""
+"""Starting layouts distribute all ranks over the present number of replicas, up to this many fewer, or one more."""
 REPLICA_MULTIPLES = (2, 3, 4, 6)
-"""Other starting layouts have these multiples of the present number of replicas, or each group as a replica."""
+"""Further starting layouts have these multiples of the present number of replicas, or one replica for each group."""
 MAX_OTHER_STARTS = 6
-"""Most starting layouts in which all ranks are distributed anew."""
+"""Maximum number of starting layouts in which all ranks are distributed anew."""
 EXTRA_STAGES = 4
-"""Stages of a replica beyond those that the job was started with."""
+"""Number of stages of a replica beyond the number with which the job was started."""
 MAX_FORMER = 12
-"""Most former best layouts that are remembered, for the case that the best one cannot be reached."""
+"""Maximum number of former best layouts that are remembered, in case no transition to the best one is possible."""
 SEED_RANGE = 2_147_483_398
 
 
 class FoundLayout(msgspec.Struct, frozen=True):
-    """A layout, its time, and the micro-batches and orders of each replica."""
+    """A layout with its time, and the micro-batches and orders of each replica."""
 
     replicas: tuple[Replica, ...]
     seconds: float
-    """Infinite if memory does not suffice; then the rest is empty."""
+    """Time of an iteration. Infinite if memory does not suffice; then `shares` and `orders` are empty."""
     shares: tuple[tuple[int, ...], ...]
     orders: tuple[tuple[Order, ...] | None, ...]
-    """Orders of each replica: its own, or None for those of the schedule."""
+    """Orders of each replica; None for a replica that uses the schedule's orders."""
 
 
 class Search:
-    """A search over layouts; `seconds` is the time of the best layout so far.
+    """A search over layouts. `seconds` is the time of the best layout so far.
 
-    `starts`: layouts to begin with; newly distributed ranks if there are none. `beside`: consider only layouts for
-    which ranks have room beside their present state.
+    `starts`: layouts to begin with; if empty, ranks are distributed anew. `beside`: whether to consider only layouts
+    that leave ranks room for their present state.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Search:
 
     @property
     def seconds(self) -> float:
-        """Predicted time of an iteration."""
+        """Predicted time of an iteration under the best layout so far."""
         return float(self._layouts.score[BEST, 0])
 
     def best(self) -> FoundLayout:
@@ -107,7 +108,7 @@ class Search:
         return self._told(BEST)
 
     def former(self) -> Iterator[FoundLayout]:
-        """Yield the former best layouts, the last one first, as far as they are still remembered."""
+        """Yield the former best layouts that are still remembered, the latest first."""
         before, kept = int(self._turn[FORMER_COUNT]), int(self._turn[FORMER_KEPT])
         for i in range(before - 1, max(0, before - kept) - 1, -1):
             if self._turn[FORMER_COUNT] < before:
@@ -115,7 +116,7 @@ class Search:
             yield self._told(FORMER + i % kept)
 
     def priced(self, replicas: Sequence[Replica]) -> FoundLayout:
-        """Return any layout with its price in this search."""
+        """Return any layout with its time in this search."""
         self._write(QUERIED, [pipe_of(replica) for replica in replicas])
         return self._told(QUERIED)
 
@@ -125,7 +126,7 @@ class Search:
         return float(self._layouts.score[QUERIED, 0])
 
     def run(self, trials: int) -> bool:
-        """Try `trials` changes. Return whether a better layout was found."""
+        """Try `trials` changes. Return whether they led to a better layout."""
         before = self._layouts.score[BEST].tolist()
         while trials:
             trials = anneal(
@@ -147,7 +148,7 @@ class Search:
         return self._pipelines.write(k, pipes)
 
     def _begin_anew(self) -> None:
-        """Rebuild the tables with the layouts that are still needed."""
+        """Rebuild the full tables with only the layouts that are still needed."""
         next_start, starts_left = self._turn[[NEXT_START, STARTS_LEFT]].tolist()
         self._turn[FORMER_COUNT] = 0
         self._pipelines.begin_anew((CURRENT, CANDIDATE, BEST, *range(next_start, next_start + starts_left)))
@@ -162,10 +163,10 @@ class Search:
         return FoundLayout(replicas, max(ends) + self._pipelines.after_s(k), shares, orders)
 
     def _dealt(self, replicas: int) -> list[list[Pipe]]:
-        """Return the layouts of all ranks distributed evenly over about `replicas` replicas, in the largest possible
+        """Return layouts that distribute all ranks evenly over about `replicas` replicas, in the largest possible
         groups.
 
-        Only layouts for which memory suffices, the fastest first.
+        Layouts that do not fit into memory are left out; the fastest layout comes first.
         """
         groups, most = self._largest_groups(), self._pipelines.most_stages
         counts = {
@@ -185,7 +186,7 @@ class Search:
         return [pipes for _, _, pipes in sorted(layouts, key=lambda entry: entry[:2])][:MAX_OTHER_STARTS]
 
     def _largest_groups(self) -> list[Ranks]:
-        """Return groups of all ranks, those of each node separate, the strongest first."""
+        """Return all ranks in the largest possible groups within each node, the strongest group first."""
         situation = self._situation
         ranks_of_node: dict[str, list[int]] = {}
         for rank in sorted(situation.available, key=lambda rank: (-situation.speeds.get(rank, 1.0), rank)):

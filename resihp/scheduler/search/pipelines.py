@@ -1,8 +1,8 @@
-"""A situation and its layouts as arrays for the machine code, and back; ranks are numbers there. Pure.
+"""A situation and its layouts as arrays for the machine code, and back; ranks are numbers in the arrays. Pure.
 
-Times are those of `resihp.scheduler.cost.prices`, to rounding, limits those of `resihp.scheduler.cost.memory` and
-`transition_memory`. Facts about pipelines are in tables; full tables are rebuilt, once larger. Called by
-`resihp.scheduler.search.annealing`.
+Times equal those of `resihp.scheduler.cost.prices` up to rounding; limits are those of `resihp.scheduler.cost.memory`
+and `transition_memory`. Facts about pipelines are in tables. Full tables are rebuilt; the first rebuild makes them
+larger. Called by `resihp.scheduler.search.annealing`.
 """
 
 from __future__ import annotations
@@ -42,27 +42,29 @@ from resihp.scheduler.search.kernels.tables import is_full
 from resihp.scheduler.situation import Situation
 
 MAX_CHUNKS = 4000
-"""Most chunks of all micro-batches for which pipelines may have orders of their own, since these are part of a plan."""
+"""Maximum number of chunks of all micro-batches for which pipelines may have orders of their own, because orders are
+part of a plan."""
 MAX_TABLE_BYTES = 64_000_000
-"""Approximate size of the table of rows, at most."""
+"""Approximate maximum size of the table of rows, in bytes."""
 FIRST_ROWS, MAX_ROWS = 2048, 32_768
-"""Rows of the tables at first, and after these were full; as many groups."""
+"""Number of rows of the first tables, and of rebuilt tables; also the number of groups."""
 MAX_KEPT_LAYOUTS = 10
-"""Most layouts kept in rebuilt tables, with place for one more."""
+"""Maximum number of layouts kept in rebuilt tables, which have room for one more."""
 EXTRA_REPLICAS = 64
-"""Replicas beyond those of the layouts that a search begins with."""
+"""Number of replicas beyond those of the layouts that a search begins with."""
 
 Ranks = tuple[int, ...]
 Pipe = Sequence[tuple[Ranks, int]]
-"""The groups of a replica, in pipeline order, each with its number of layers; all 0 if layers are still to be
-chosen."""
+"""The groups of a replica, in pipeline order, each with its number of layers; all numbers are 0 if layers are still to
+be chosen."""
 
 
 class Pipelines:
-    """Layouts side by side, and tables of facts about their pipelines.
+    """Several layouts, and tables of facts about their pipelines.
 
-    `starts`: layouts that a search begins with; `slots`: layouts besides those that `kernels.arrays` names; `beside`:
-    each rank has room for its present state beside its new one, approximately (`transition_memory.layers_beside`).
+    `starts`: layouts that a search begins with. `slots`: number of layouts besides those that `kernels.arrays` names.
+    `beside`: whether each rank must have room for its present state beside its new state, approximately
+    (`transition_memory.layers_beside`).
     """
 
     def __init__(
@@ -162,7 +164,8 @@ class Pipelines:
         )
 
     def _held(self, sizes: Sequence[int], largest: int, room: int) -> tuple[Ints, Ints, Ints, float]:
-        """Return `left_bytes`, `seats`, `carried` and `kept_factor` of a job; `sizes`: empty if they do not matter."""
+        """Return `left_bytes`, `seat`, `carried` and `kept_factor` of a `Job`; `sizes` is empty if they do not
+        matter."""
         situation, model = self._situation, self._situation.model
         left_bytes, seats = np.zeros(len(self._ranks), np.int64), np.zeros((len(self._ranks), 6), np.int64)
         carried = np.ones((largest + 1, 4, 2), np.int64)
@@ -221,7 +224,7 @@ class Pipelines:
     # --- layouts --------------------------------------------------------------------------------------------------
 
     def write(self, k: int, pipes: Sequence[Pipe]) -> bool:
-        """Write layout `k`, with its score. Return whether it is possible."""
+        """Write layout `k` with its score. Return whether it is possible."""
         shape = (len(pipes), self.most_stages)
         sizes, layer_counts = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         ranks = np.zeros((*shape, self.tables.ranks.shape[1]), np.int64)
@@ -250,12 +253,12 @@ class Pipelines:
         return pipes
 
     def counts(self, k: int) -> list[int]:
-        """Return the micro-batches of each replica."""
+        """Return the number of micro-batches of each replica of layout `k`."""
         counts: list[int] = self.layouts.pipe[k, : self.layouts.pipes[k], SHARE].tolist()
         return counts
 
     def begin_anew(self, kept: Iterable[int]) -> None:
-        """Rebuild the tables with the facts that the layouts `kept` need, at most `MAX_KEPT_LAYOUTS` of them."""
+        """Rebuild the tables with only the facts that the layouts `kept` need; at most `MAX_KEPT_LAYOUTS` layouts."""
         pipes = {k: self.read(k) for k in kept}
         self._orders.clear()
         self.tables = self._empty(self.tables.ranks.shape[1], MAX_ROWS)
@@ -267,7 +270,8 @@ class Pipelines:
         return is_full(self.tables, self.most_pipes, len(self._ranks))
 
     def orders(self, k: int, d: int, share: Sequence[int]) -> tuple[tuple[Order, ...] | None, float]:
-        """Return a replica's own orders for these micro-batches, None if the schedule's are as good; and its time."""
+        """Return a replica's own orders for the micro-batches of `share`, and its time; None if the schedule's are as
+        good."""
         row, count = int(self.layouts.pipe[k, d, ROW]), len(share)
         if (row, count) not in self._orders:
             split = self.job.costs.split
@@ -283,7 +287,7 @@ class Pipelines:
         ), seconds
 
     def after_s(self, k: int) -> float:
-        """Return the seconds after the last backward (`prices.after_backward_s`)."""
+        """Return the seconds of layout `k` after the last backward pass (`prices.after_backward_s`)."""
         return after_s(self.job, self.tables, self.layouts, k)
 
 

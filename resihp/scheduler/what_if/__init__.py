@@ -1,6 +1,6 @@
-"""Planning without a job: this model, this hardware, these failures. Pure.
+"""Planning without a job: a given model, hardware and failures. Pure.
 
-`option_texts` reads the parts of a question; `question` makes a situation for the planner of it, with `catalogue` for
-models and hardware by name; `answer` compares the decision with the state before; `losses` evaluates the
-possible next losses. Called by `resihp plan` and by benchmarks.
+`option_texts` parses the parts of a question. `question` builds the planner's situation from a question, and
+`catalogue` supplies models and hardware by name. `answer` compares the decision with the state before the failures.
+`losses` evaluates the possible next losses. Called by `resihp plan` and by benchmarks.
 """

@@ -1,7 +1,7 @@
-"""Results of a planner's decision, compared with the state before and with no decision. Pure.
+"""The results of a planner's decision, compared with the state before the failures and with no decision. Pure.
 
-Times are those of `resihp.scheduler.cost.prices`, bytes those of `resihp.parallelism.transfers`, the price of the
-transition that of `resihp.scheduler.transition_cost`. Decides nothing. Called by `resihp plan`.
+Times come from `resihp.scheduler.cost.prices`, bytes from `resihp.parallelism.transfers`, the cost of the transition
+from `resihp.scheduler.transition_cost`. The module decides nothing. Called by `resihp plan`.
 """
 
 from __future__ import annotations
@@ -22,33 +22,34 @@ from resihp.scheduler.situation import Decision, Situation
 from resihp.scheduler.what_if.question import Question, parts, situation_of, worst
 
 LOST_SHARE = 0.5
-"""Share of the iteration that a failure interrupts which is lost, on average."""
+"""Share of the interrupted iteration that is lost in a failure, on average."""
 
 
 class Outlook(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan, its predicted time, and the memory of the device that needs most."""
+    """A plan, its predicted iteration time, and the memory of the rank that needs the most."""
 
     plan: Plan
     seconds: float
     worst_bytes: int
     worst_rank: int
     worst_parts: str
-    """Memory of that device by purpose, in words."""
+    """Description of the memory of rank `worst_rank`, by purpose."""
 
 
 class WhatIfAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of a decision.
+    """The results of a decision: plans before and after, times, and the cost of the transition.
 
-    `unmitigated_s`: time with the old layout, None if it cannot run. `sole_holders`: ranks of the plan that are the
-    only holders of some state (`resihp.scheduler.losses`). `remarks`: warnings about the result.
+    `unmitigated_s`: iteration time with the old layout after the failures; None if it cannot run. `sole_holders`: ranks
+    of the new plan that are the only holders of some state (`resihp.scheduler.losses`). `remarks`: warnings about the
+    results.
     """
 
     before: Outlook
     after: Outlook
     unmitigated_s: float | None
     after_healthy_s: float
-    """Time of an iteration under the new plan if all devices were healthy. If it is less than before, the plan before
-    was not the best one."""
+    """Iteration time under the new plan if all devices were healthy. If it is less than the time before the failures,
+    the first plan was not the best one."""
     cost: transition_cost.Cost
     reason: str
     alternatives: tuple[tuple[str, float], ...]
@@ -97,7 +98,7 @@ def answer(question: Question, base: Plan, situation: Situation, decision: Decis
 
 
 def as_json(answer: WhatIfAnswer, planning_s: float) -> dict[str, object]:
-    """Return the output of `resihp plan --json`. Times that are not finite become null."""
+    """Return the output of `resihp plan --json`. Infinite and undefined times become null."""
     plan = answer.after.plan
     return {
         "schema": 1,
@@ -124,7 +125,10 @@ def as_json(answer: WhatIfAnswer, planning_s: float) -> dict[str, object]:
 
 
 def layout_json(layout: Layout) -> dict[str, object]:
-    """Return ranks and layers of each stage of each replica, layers with both ends, `chunks` if a stage has several."""
+    """Return the ranks and layers of each stage of each replica; `chunks` instead of `layers` if a stage has several.
+
+    Layers are given as first and last layer.
+    """
     return {
         "replicas": [
             [
@@ -143,7 +147,7 @@ def layout_json(layout: Layout) -> dict[str, object]:
 
 
 def _same(plan: Plan, base: Plan) -> bool:
-    """Return whether all ranks do the same work as before."""
+    """Return whether all ranks do the same work under both plans."""
     standby = msgspec.structs.replace(plan.layout, standby=base.layout.standby)
     return msgspec.structs.replace(plan, epoch=base.epoch, layout=standby) == base
 

@@ -1,8 +1,8 @@
-"""Known models and hardware, and their `Profile`: computed by arithmetic, before anything was measured.
+"""Known models and hardware, and their `Profile`, computed without measurements.
 
-`resihp plan` and `resihp simulate` have no job to measure. The time of a layer follows here from its floating-point
-operations, the time of a transfer from its bytes. These are estimates; a running job's measurements are better, and
-replace them. Pure except for reading the given TOML files.
+`resihp plan` and `resihp simulate` have no job to measure. The time of a layer is computed from its floating-point
+operations, the time of a transfer from its bytes. These times are estimates: measurements of a running job are better,
+and replace them. Pure except for reading the given TOML files.
 """
 
 from __future__ import annotations
@@ -22,25 +22,28 @@ from resihp.scheduler.cost.profile import Profile, Times
 from resihp.scheduler.cost.tensor_bytes import ELEMENT_BYTES
 
 ACTIVATION_BYTES = 2
-"""Bytes of a number that passes between stages: 16 bits."""
+"""Bytes of a number that stages exchange: 16 bits."""
 GRADIENT_BYTES = 2
-"""Bytes of a number that replicas sum. Megatron-LM's sums in 32 bits take twice as long."""
+"""Bytes of a number that replicas sum: 16 bits. Megatron-LM's sums in 32 bits take twice as long."""
 STEP_BYTES = 28
-"""Bytes read and written per parameter in Adam's step: gradient (2), master copy and moments (12) in; these (12) and
-the weight (2) out."""
+"""Bytes read and written per parameter in Adam's step. Read: gradient (2), master copy and moments (12). Written:
+master copy and moments (12), weight (2)."""
 BACKWARD_OF_ATTENTION = 2.5
-"""Time of the backward pass relative to the forward: five matrix products instead of two, since scores are recomputed
-(Dao, "FlashAttention-2", 2023, section 4)."""
+"""Time of attention's backward pass relative to its forward pass: five matrix products instead of two, because scores
+are recomputed (Dao, "FlashAttention-2", 2023, section 4)."""
 LOSS_PASSES = 4
-"""Passes of a cross-entropy over its 32-bit logits in the forward (write, maximum, sum, pick); two in the backward."""
+"""Passes of a cross-entropy over its 32-bit logits in the forward pass (write, maximum, sum, pick). The backward pass
+has two."""
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
-    """A device, its place in its node and its share of the network. Rates are achieved, not peak ones.
+    """A device, its memory, and its bandwidth within the node and to other nodes. Rates are achieved rates, not peak
+    rates.
 
     `flops`: operations per second in bf16 in the matrix products of a whole training iteration, without bubbles and
-    with tensor-parallel collectives. `memory_bytes_per_s`: of the device's own memory. `inside_bytes_per_s` and
-    `between_bytes_per_s`: one way, for each device, to others of its node and to other nodes.
+    with tensor-parallel collectives. `memory_bytes_per_s`: bandwidth of the device's own memory. `inside_bytes_per_s`:
+    bandwidth in one direction, per device, to devices of its node. `between_bytes_per_s`: the same to devices of other
+    nodes.
     """
 
     flops: float
@@ -92,16 +95,17 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
         ("llama3-405b", (126, 16_384, 128, 8, 53_248), {**_LLAMA, "vocab": 128_256}),
     )
 }
-"""Models as published by their authors (config.json of each). LLaMA 2 has no 30B: that is LLaMA 1's."""
+"""Models as published by their authors (config.json of each model). LLaMA 2 has no 30B model: `llama2-30b` is LLaMA
+1's."""
 
 _MODEL_KEYS = ("layers", "hidden", "heads", "ffn_hidden", "vocab")
 _MODEL_OPTIONS = ("kv_groups", "gated", "tied_embeddings", "vocab_multiple", "kv_channels", "qk_layernorm", "precision")
 
 
 def model(name: str, sequence_length: int) -> ModelSpec:
-    """Return a known model by name, or the one of a TOML file. Raises ConfigurationError.
+    """Return a known model by its name, or the model that a TOML file describes. Raises ConfigurationError.
 
-    A file has the keys `layers`, `hidden`, `heads`, `ffn_hidden` and `vocab`, and may have `kv_groups`, `gated`,
+    The file has the keys `layers`, `hidden`, `heads`, `ffn_hidden` and `vocab`, and may have `kv_groups`, `gated`,
     `tied_embeddings`, `vocab_multiple`, `kv_channels`, `qk_layernorm` and `precision` (see `ModelSpec`).
     """
     if name in KNOWN_MODELS:
@@ -132,7 +136,10 @@ def model(name: str, sequence_length: int) -> ModelSpec:
 
 
 def hardware(name: str) -> Hardware:
-    """Return known hardware by name, or that of a TOML file with the keys of `Hardware`. Raises ConfigurationError."""
+    """Return known hardware by its name, or the hardware that a TOML file with the keys of `Hardware` describes.
+
+    Raises ConfigurationError.
+    """
     if name in KNOWN_HARDWARE:
         return KNOWN_HARDWARE[name]
     keys = Hardware.__struct_fields__
@@ -157,18 +164,18 @@ def profile(
     dp: int = 1,
     gradients_inside: bool = False,
 ) -> Profile:
-    """Return the times of one micro-batch of `micro_batch_size` sequences, each one document of `sequence_length`
-    tokens.
+    """Return the times of one micro-batch of `micro_batch_size` sequences, each a document of `sequence_length` tokens.
 
-    Forward of a layer: 2 operations for each weight and token, and of causal attention 2 s h (half of the 4 s h of its
-    two products). Gradients of inputs and of weights take as many as the forward, except attention, which has no
-    weights and takes `BACKWARD_OF_ATTENTION` times its forward for its inputs. The head takes 2 for each of its
-    weights, and its loss passes over memory; the embedding passes over memory only.
+    The forward pass of a layer takes 2 operations per weight and token, and 2 s h per token for causal attention (half
+    of the 4 s h of its two products). The gradients of inputs and of weights each take as many operations as the
+    forward pass. Attention is the exception: it has no weights, and the gradients of its inputs take
+    `BACKWARD_OF_ATTENTION` times its forward pass. The head takes 2 operations per weight and token, and its loss makes
+    passes over memory; the embedding only makes passes over memory.
 
     `tp`, `pp` and `dp` are the degrees of the layout. A stage sends each of its activations once, a `tp`-th from each
-    rank, and the receiving group gathers them within its node. Replicas sum gradients in a ring, 2 (dp - 1) / dp of
-    their bytes through each device, over the network unless `gradients_inside` a node. The step walks over a device's
-    parameters once. Nothing overlaps with computation.
+    rank, and the receiving group gathers them within its node. Replicas sum gradients in a ring: 2 (dp - 1) / dp of
+    their bytes pass each device, over the network unless `gradients_inside` (all replicas are on one node). The
+    optimizer's step passes once over a device's parameters. Nothing overlaps with computation.
     """
     tokens = sequence_length * micro_batch_size
     linear_s = 2.0 * model.parameters_per_layer * tokens / hardware.flops
@@ -192,7 +199,7 @@ def profile(
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
-    """Return `did you mean llama2-13b?`, or all valid words."""
+    """Return a hint for an unknown word: `did you mean llama2-13b?`, or the list of all valid words."""
     words = list(valid)
     matches = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
     return f"did you mean {matches[0]}?" if matches else f"valid: {', '.join(words)}"

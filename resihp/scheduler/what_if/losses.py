@@ -1,8 +1,8 @@
-"""Ranks single losses by the harm that they would do: the planner's reaction to each possible next loss. Pure.
+"""Ranks possible losses by their harm: evaluates the planner's reaction to each loss that may come next. Pure.
 
-One loss of each kind of place is evaluated for a plan in effect (`resihp.scheduler.losses`). Equal places were seen to
-differ by 0.3 % in time and by a fifth in bytes, since the planner settles ties by number. Whether state is lost is
-decided by `resihp.parallelism.transfers`, the reaction by the planner.
+For a plan in effect, one loss of each kind is evaluated (`resihp.scheduler.losses`). Losses of one kind were seen to
+differ by 0.3 % in time and by a fifth in bytes, because the planner breaks ties by rank number. Whether state is lost
+is determined by `resihp.parallelism.transfers`, the reaction by the planner.
 
 Called by `resihp plan --hurts`.
 """
@@ -26,33 +26,34 @@ from resihp.scheduler.situation import Decision, Situation
 
 
 class LossResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of one loss."""
+    """The result of one loss: the iteration time after it, the bytes moved, or the reason why nothing can run."""
 
     loss: PossibleLoss
     alike: tuple[PossibleLoss, ...]
-    """Other losses of its kind, which were not evaluated."""
+    """Other losses of the same kind, which were not evaluated."""
     seconds: float = math.inf
-    """Time of an iteration afterwards; infinite if nothing can run."""
+    """Iteration time after the planner's reaction; infinite if nothing can run."""
     idle: int = 0
-    """Remaining ranks without work afterwards."""
+    """Number of remaining ranks without work after the planner's reaction."""
     bytes_moved: int = 0
-    """Bytes of state that survivors send each other; 0 if it comes from a checkpoint."""
+    """Bytes of state that survivors send to each other; 0 if the state comes from a checkpoint."""
     state_lost: str = ""
-    """Why all state has to come from the last checkpoint; empty if others hold it."""
+    """Reason why all state must come from the last checkpoint; empty if survivors hold all state."""
     obstacle: str = ""
-    """Why nothing can run."""
+    """Reason why nothing can run; empty if a plan can."""
 
 
 class Losses(msgspec.Struct, frozen=True, kw_only=True):
-    """Results for one plan in effect."""
+    """The results of all possible losses under one plan."""
 
     plan: Plan
     seconds: float
-    """Time of an iteration now."""
+    """Iteration time before any loss."""
     after: tuple[LossResult, ...]
-    """Results by harm: nothing can run, then state is lost, then by throughput in percent."""
+    """Results sorted by harm: first losses after which nothing can run, then losses of state, then by throughput in
+    whole percent."""
     unasked: int
-    """Number of losses that were not evaluated because there were too many kinds."""
+    """Number of losses that were not evaluated, because there were too many kinds."""
 
 
 def after_each(
@@ -61,9 +62,9 @@ def after_each(
     decide: Callable[[Situation], Decision],
     progress: Callable[[int, int], None] = lambda evaluated, total: None,
 ) -> Losses:
-    """Return the result of `decide` after each loss that may come while `plan` is in effect in `situation`.
+    """Return the result of `decide` after each possible loss while `plan` is in effect in `situation`.
 
-    `progress` is called with the number of evaluated losses and the total.
+    `progress` is called with the number of losses evaluated so far and the total number.
     """
     situation_in_effect = in_effect(situation, plan)
     kinds = losses.kinds(losses.possible_losses(situation_in_effect), situation_in_effect)
@@ -93,7 +94,7 @@ def after_each(
 
 
 def in_effect(situation: Situation, plan: Plan) -> Situation:
-    """Return the situation once a plan for it has taken effect."""
+    """Return the situation after `plan` has taken effect."""
     return msgspec.structs.replace(situation, epoch=plan.epoch + 1, base=plan.layout, stale=(), fresh=False)
 
 
@@ -119,13 +120,14 @@ def _loss_result(now: Situation, kind: tuple[PossibleLoss, ...], decide: Callabl
 
 
 def state_lost(now: Situation, ranks: Collection[int]) -> str | None:
-    """Return why state would be lost with these ranks; None if others hold it."""
+    """Return why some state would be lost with these ranks; None if other ranks hold it."""
     survivors = tuple(rank for rank in now.base.active if rank not in ranks)
     return missing(Base(epoch=now.epoch, layout=now.base, survivors=survivors), outline(now.model))
 
 
 def as_json(results: Losses, planning_s: float) -> dict[str, object]:
-    """Return the output of `resihp plan --hurts --json`, except device names. Times that are not finite become null."""
+    """Return the output of `resihp plan --hurts --json` except device names. Infinite and undefined times become
+    null."""
     return {
         "schema": 1,
         "planning_seconds": planning_s,

@@ -1,7 +1,7 @@
-"""Reads the parts of a planning question from the texts of options: `--layout tp=4,dp=2,pp=4`, `--slow 12:0.5`. Pure.
+"""Parses the options of a planning question: `--layout tp=4,dp=2,pp=4`, `--slow 12:0.5`. Pure.
 
-Refuses a text that cannot be read, with an example. Never compares one option with another (`question.check`). Called
-by `resihp plan`.
+It refuses a text that it cannot parse, and gives an example. It never compares one option with another
+(`question.check`). Called by `resihp plan`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from resihp.scheduler.what_if.question import Link
 
 
 def degrees(text: str) -> tuple[int, int, int]:
-    """Return (tp, dp, pp) from `tp=4,dp=2,pp=4`, in any order. Raises LayoutError."""
+    """Return (tp, dp, pp) from a text such as `tp=4,dp=2,pp=4`, in any order. Raises LayoutError."""
     example = "for example tp=4,dp=2,pp=4"
     degree_of: dict[str, int] = {}
     for part in text.split(","):
@@ -37,7 +37,7 @@ def degrees(text: str) -> tuple[int, int, int]:
 
 
 def ranks(texts: Iterable[str]) -> tuple[int, ...]:
-    """Return the ranks in `5,17` or `8-11`, ascending. Raises UsageError."""
+    """Return the ranks of texts such as `5,17` or `8-11`, in ascending order. Raises UsageError."""
     rank_set: set[int] = set()
     for part in _parts(texts):
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
@@ -50,12 +50,12 @@ def ranks(texts: Iterable[str]) -> tuple[int, ...]:
 
 
 def names(texts: Iterable[str]) -> tuple[str, ...]:
-    """Return the nodes in `n3` or `n3,n4`."""
+    """Return the nodes of texts such as `n3` or `n3,n4`."""
     return tuple(dict.fromkeys(_parts(texts)))
 
 
 def speeds(texts: Iterable[str]) -> dict[int, float]:
-    """Return the speeds of ranks in `12:0.5` or `12:0.5,13:0.7`. Raises UsageError."""
+    """Return the speed of each rank from texts such as `12:0.5` or `12:0.5,13:0.7`. Raises UsageError."""
     speed_of_rank: dict[int, float] = {}
     for part in _parts(texts):
         rank, _, speed = part.partition(":")
@@ -70,7 +70,7 @@ def speeds(texts: Iterable[str]) -> dict[int, float]:
 
 
 def links(texts: Iterable[str]) -> dict[Link, float]:
-    """Return the speeds of links between nodes in `n1-n2:0.3`, names ascending. Raises UsageError."""
+    """Return the speed of each link from texts such as `n1-n2:0.3`; node names are ascending. Raises UsageError."""
     speed_of_link: dict[Link, float] = {}
     for part in _parts(texts):
         pair, _, speed = part.rpartition(":")

@@ -1,8 +1,8 @@
-"""Checks a planning question: a layout, a model, hardware and failures. Pure.
+"""A planning question: a layout, a model, hardware and failures. Pure.
 
-It refuses contradictions, and makes the planner's `Situation` of a question. The planner decides, and
-`resihp.scheduler.what_if.answer` reports the results. Called by `resihp plan`, and by the simulator for its scenarios'
-layouts.
+The module refuses contradictions, and builds the planner's `Situation` from a question. The planner decides, and
+`resihp.scheduler.what_if.answer` reports the results. Called by `resihp plan`, and by the simulator for the layouts of
+its scenarios.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Link = tuple[str, str]
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """A job as it was started, Megatron's grid on nodes n1, n2, ... filled in order, and the failures since then.
+    """A job as it was started (Megatron's grid on nodes n1, n2, ..., filled in order), and the failures since then.
 
-    `micro_batches` is per replica. `spares`: further nodes, all of whose devices stand by.
+    `micro_batches` is the number per replica. `spares` is the number of further nodes with all devices on standby.
     """
 
     model: ModelSpec
@@ -48,29 +48,29 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     zero_1: bool = False
     """Whether replicas share the optimizer's state."""
     ignore_memory: bool = False
-    """Whether memory is ignored in planning. It is ignored as well if `first_plan` does not fit."""
+    """Whether planning ignores memory. It also does if `first_plan` does not fit into memory."""
     spares: int = 0
     failed: tuple[int, ...] = ()
     failed_nodes: tuple[str, ...] = ()
     slow: dict[int, float] = {}
     slow_links: dict[Link, float] = {}
     places: dict[int, str] = {}
-    """Node of each rank of a job; if empty, ranks fill n1, n2, ... in order."""
+    """Node of each rank, for a real job; if empty, ranks fill n1, n2, ... in order."""
     devices: dict[int, int] = {}
-    """Index of each rank's device on its node, for a job."""
+    """Index of each rank's device on its node, for a real job."""
     overhead: Overhead = overhead("cuda", "nccl")
     """Memory of a device that is not available for state and activations."""
     profile: Profile | None = None
-    """A job's own times; None: computed from `hardware`."""
+    """Measured times of a real job; None if they are to be computed from `hardware`."""
 
     @property
     def world(self) -> int:
-        """Ranks of the layout, without spares."""
+        """Number of ranks of the layout, without spares."""
         return self.tp * self.pp * self.dp
 
     @property
     def nodes(self) -> dict[int, str]:
-        """Node of each rank. The layout's last node has no more devices than the layout needs."""
+        """Node of each rank. The last node of the layout has only the devices that the layout needs."""
         if self.places:
             return self.places
         used = -(-self.world // self.gpus_per_node)
@@ -85,9 +85,9 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def first_plan(question: Question) -> Plan:
-    """Return the plan of epoch 1, before anything happened.
+    """Return the plan of epoch 1, before any failure.
 
-    Raises LayoutError naming the conflict with the model or the batch.
+    Raises LayoutError, naming the conflict with the model or the batch.
     """
     check(question)
     standby = tuple(sorted(question.nodes))[question.world :]
@@ -182,13 +182,13 @@ def device_of(question: Question, rank: int) -> int:
 
 
 def gone(question: Question) -> set[int]:
-    """Return the ranks that have failed, alone or with their node."""
+    """Return the ranks that have failed, by themselves or with their node."""
     nodes = question.nodes
     return set(question.failed) | {rank for rank, node in nodes.items() if node in question.failed_nodes}
 
 
 def pose(question: Question, base: Plan) -> Situation:
-    """Return the planner's situation after all failures at once, with `base` (`first_plan`) in effect before."""
+    """Return the planner's situation after all failures at once; `base` (`first_plan`) was in effect before them."""
     return situation_of(question, base, gone(question), question.slow, question.slow_links)
 
 
@@ -235,19 +235,19 @@ def situation_of(
 
 
 def state_bytes_of(question: Question, layout: Layout) -> int:
-    """Return the bytes of state per parameter. Under ZeRO-1 the replicas share the optimizer's state."""
+    """Return the bytes of state per parameter. Under ZeRO-1, the replicas share the optimizer's state."""
     if not question.zero_1:
         return tensor_bytes.STATE_BYTES[question.model.precision]
     return tensor_bytes.zero_1(memory.sharing(layout))
 
 
 def tokens_of(question: Question) -> int:
-    """Return the tokens of a micro-batch."""
+    """Return the number of tokens of a micro-batch."""
     return question.model.sequence * question.micro_batch_size
 
 
 def stage_bytes(question: Question, plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Return the memory that each rank's device must have, [replica][stage], 0 without ranks.
+    """Return the memory that each rank's device needs, [replica][stage], in bytes; 0 for a stage without ranks.
 
     Equal replicas are computed once.
     """
@@ -286,13 +286,13 @@ def _needs(question: Question, plan: Plan, d: int, replica: Replica, alone: bool
 
 
 def _renumbered(orders: Iterable[Order], share: tuple[int, ...]) -> object:
-    """Return orders with micro-batches counted from 0, so that those of equal replicas are equal."""
+    """Return orders with micro-batches numbered from 0, so that the orders of equal replicas are equal."""
     index_of = {m: i for i, m in enumerate(share)}
     return tuple(tuple((p.kind, index_of[p.micro_batch], p.chunk) for p in order) for order in orders)
 
 
 def worst(question: Question, plan: Plan) -> tuple[int, int]:
-    """Return the most bytes that any rank needs, and the first such rank, negated."""
+    """Return the most bytes that any rank needs, and the first such rank, negated for sorting."""
     needs = stage_bytes(question, plan)
     return max(
         (need, -stage.ranks[0])
@@ -303,7 +303,7 @@ def worst(question: Question, plan: Plan) -> tuple[int, int]:
 
 
 def check_memory(question: Question, base: Plan) -> None:
-    """Raise PlanError if devices have too little memory before any failure, unless memory is ignored."""
+    """Raise PlanError if devices have too little memory even before any failure, unless memory is ignored."""
     needed, rank = worst(question, base)
     if question.ignore_memory or needed <= question.hardware.memory_bytes:
         return
@@ -317,7 +317,7 @@ def check_memory(question: Question, base: Plan) -> None:
 
 
 def parts(question: Question, plan: Plan, rank: int) -> str:
-    """Describe the memory that a rank's device must have, by purpose."""
+    """Describe the memory that a rank's device needs, by purpose."""
     state, whole = (
         memory.needed_bytes(plan, rank, question.model, tokens, state_bytes=state_bytes_of(question, plan.layout))
         for tokens in (0, tokens_of(question))

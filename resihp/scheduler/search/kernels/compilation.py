@@ -1,10 +1,10 @@
 """Compiles a function of the search with numba, and keeps the machine code on disk.
 
-Decides where the machine code is kept, and when it is too old: numba compares the function's own file, and here all
-files of this folder count, because a compiled function contains the functions that it calls, and their constants. The
-place is beside the file or in the user's cache, and never where a file in the current folder says; where neither can be
-written, each process compiles again. Without numba, everything works as plain Python, a hundred times slower. Never
-compiles before the first call. Called by the modules beside this one.
+The module decides where the machine code is kept and when it is outdated. Numba alone compares only the function's own
+file; here all files of this folder count, because a compiled function contains the functions and constants that it
+uses. The machine code is kept beside the file or in the user's cache, never at a place that a file in the current
+folder names. If neither place can be written, each process compiles again. Without numba, the functions run as plain
+Python, a hundred times slower. Nothing is compiled before the first call. Called by the other modules of this folder.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any, ParamSpec, TypeVar, cast
 P = ParamSpec("P")
 R = TypeVar("R")
 CACHE_VARIABLES = ("NUMBA_CACHE_DIR", "NUMBA_CACHE_LOCATOR_CLASSES")
-"""Environment variables with the place of numba's compiled functions, and the class that locates it."""
+"""Environment variables that give the place of numba's compiled functions, and the class that locates it."""
 
 
 def machine_code(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function, compiled when it is first called."""
+    """Return the function such that its first call compiles it."""
     with _cache_of_the_environment():
         try:
             from numba import njit
@@ -43,8 +43,8 @@ def machine_code(function: Callable[P, R]) -> Callable[P, R]:
 def _cache_of_the_environment() -> Iterator[None]:
     """Make numba choose the place of its cache by environment variables alone.
 
-    It also takes settings from `.numba_config.yaml` in the current folder, which may be anybody's, and unpickles the
-    files that it finds in the cache. A variable that is set, even to an empty value, overrules that file.
+    Numba also reads settings from `.numba_config.yaml` in the current folder, which anybody may have written, and
+    unpickles the files that it finds in the cache. A variable that is set, even to an empty value, overrules that file.
     """
     absent = [name for name in CACHE_VARIABLES if name not in os.environ]
     os.environ |= dict.fromkeys(absent, "")
@@ -58,7 +58,7 @@ def _cache_of_the_environment() -> Iterator[None]:
 
 
 def _reload_settings() -> None:
-    """Make numba read the variables again, if it has been imported."""
+    """Make numba read the environment variables again, if it has been imported."""
     if (config := sys.modules.get("numba.core.config")) is not None:
         with suppress(Exception):  # unreadable settings in the current folder
             config.reload_config()
@@ -67,8 +67,8 @@ def _reload_settings() -> None:
 def _lasting_cache() -> Callable[..., Any]:
     """Return numba's cache class, made robust against a full disk, truncated files and changes of other files.
 
-    Entries that cannot be read are compiled, and kept if possible. Numba ignores such errors on Windows only. Raises
-    ImportError.
+    If its entry cannot be read, a function is compiled again, and kept if possible. Numba itself ignores such errors
+    only on Windows. Raises ImportError.
     """
     from numba.core.caching import FunctionCache
 

@@ -1,6 +1,7 @@
-"""New groups for the layout being tried: of given ranks, or of idle ones. Pure.
+"""Creates groups for the layout being tried, of given ranks or of idle ranks. Pure.
 
-Decides which idle ranks form a group: the fastest of a node. Never puts a group into a layout. Called by `moves`.
+The module decides which idle ranks form a group: the fastest ones of a node. It never puts a group into a layout.
+Called by `moves`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from resihp.scheduler.search.kernels.tables import group_number
 
 @machine_code
 def sort_ranks(job: Job, pool: Ints, count: int, by_speed: bool) -> None:
-    """Sort ranks in ascending order, or the fastest first."""
+    """Sort the first `count` ranks of `pool` in place: in ascending order, or the fastest first."""
     for i in range(1, count):
         rank = pool[i]
         key = job.speed[rank] if by_speed else 0
@@ -38,9 +39,10 @@ def new_group(job: Job, tables: Tables, pool: Ints, size: int) -> int:
 
 @machine_code
 def add_idle(job: Job, tables: Tables, layouts: Layouts, node: int, pool: Ints, count: int) -> int:
-    """Append ranks of a node that the layout being tried leaves idle, of any node if negative, to the pool.
+    """Append to `pool` the ranks of a node that the layout being tried leaves idle; ranks of all nodes if `node` is
+    negative.
 
-    Returns the new number of ranks in the pool.
+    Return the new number of ranks in the pool.
     """
     busy = np.zeros(job.node.size, np.bool_)
     for d in range(layouts.pipes[CANDIDATE]):
@@ -57,7 +59,7 @@ def add_idle(job: Job, tables: Tables, layouts: Layouts, node: int, pool: Ints, 
 
 @machine_code
 def degree_count_up_to(job: Job, most: int) -> int:
-    """Return the number of degrees up to so many ranks."""
+    """Return how many allowed degrees are at most `most`."""
     degree_count = 0
     for size in job.degrees:
         degree_count += size <= most
@@ -72,8 +74,10 @@ def is_degree(job: Job, size: int) -> bool:
 
 @machine_code
 def random_idle_group(job: Job, tables: Tables, layouts: Layouts, drawn: Ints) -> int:
-    """Return a group of the fastest idle ranks of a node, of the largest possible degree or the next smaller; -1 if
-    none."""
+    """Return a group of the fastest idle ranks of a random node; -1 if no group is possible.
+
+    Its degree is the largest possible one or the next smaller one.
+    """
     pool = np.empty(job.node.size, np.int64)
     count = add_idle(job, tables, layouts, -1, pool, 0)
     if count == 0:

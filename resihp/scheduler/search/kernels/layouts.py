@@ -1,7 +1,7 @@
-"""Layouts side by side: their scores, and copies of one as another. Pure.
+"""Scores of layouts, and copies of layouts. Pure.
 
-Decides which of two layouts is better. Never changes a layout's groups. Called by `moves` and `trials`, and by
-`resihp.scheduler.search`, which writes the layouts that a search starts from.
+The module decides which of two layouts is better. It never changes the groups of a layout. Called by `moves` and
+`trials`, and by `resihp.scheduler.search`, which writes the layouts from which a search starts.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from resihp.scheduler.search.kernels.sharing import share_out
 from resihp.scheduler.search.kernels.tables import cut_pipeline, group_number, row_number, slowest_link
 
 DIVISIBLE_WEIGHT = 0.5
-"""Weight of the time that divisible micro-batches would take."""
+"""Weight of the time that an iteration would take if micro-batches were divisible."""
 
 
 @machine_code
 def exposed_over_links_s(job: Job, tables: Tables, layouts: Layouts, k: int) -> float:
-    """Return the seconds of the gradient sums after the last backward, of the pipeline with the longest.
+    """Return the longest time of a pipeline's gradient sums after its last backward pass, in seconds.
 
     Each stage sums over its slowest link to a stage of another pipeline that holds some of its layers.
     """
@@ -69,7 +69,7 @@ def exposed_over_links_s(job: Job, tables: Tables, layouts: Layouts, k: int) -> 
 
 @machine_code
 def after_s(job: Job, tables: Tables, layouts: Layouts, k: int) -> float:
-    """Return the seconds after the last backward: of gradient sums, and of the step."""
+    """Return the seconds after the last backward pass: the rest of the gradient sums, and the optimizer's step."""
     longest = 0.0
     if job.linked and layouts.pipes[k] > 1:
         longest = exposed_over_links_s(job, tables, layouts, k)
@@ -80,10 +80,10 @@ def after_s(job: Job, tables: Tables, layouts: Layouts, k: int) -> float:
 
 @machine_code
 def write_score(job: Job, tables: Tables, layouts: Layouts, k: int, below: float, counts: Ints) -> None:
-    """Write the score into `layouts.score`, infinite if memory does not suffice, and the replicas' micro-batches into
-    `counts`.
+    """Write the score into `layouts.score`, infinite if memory does not suffice, and the micro-batches of each replica
+    into `counts`.
 
-    `below`: a layout that clearly takes longer is not examined further, and infinite.
+    `below`: a layout that clearly takes longer than this is not examined further, and gets an infinite score.
     """
     pipes = layouts.pipes[k]
     layouts.score[k] = np.inf
@@ -97,14 +97,18 @@ def write_score(job: Job, tables: Tables, layouts: Layouts, k: int, below: float
 
 @machine_code
 def energy(layouts: Layouts, k: int) -> float:
-    """Return the energy for annealing: micro-batches are whole, but a faster replica counts even if none changes
-    hands."""
+    """Return the energy of a layout for annealing.
+
+    Micro-batches are whole, but part of the energy is the time with divisible ones, so that a faster replica counts
+    even if no micro-batch moves.
+    """
     return float(DIVISIBLE_WEIGHT * layouts.score[k, 1] + (1.0 - DIVISIBLE_WEIGHT) * layouts.score[k, 0])
 
 
 @machine_code
 def is_better(layouts: Layouts, k: int, than: int) -> bool:
-    """Return whether a layout is better, by time, then by how soon all replicas end."""
+    """Return whether layout `k` is better than layout `than`: by its time, then by its time with divisible
+    micro-batches."""
     seconds, other_seconds = layouts.score[k, 0], layouts.score[than, 0]
     if seconds < other_seconds * (1.0 - TIME_TOLERANCE):
         return True
@@ -113,7 +117,7 @@ def is_better(layouts: Layouts, k: int, than: int) -> bool:
 
 @machine_code
 def copy_pipeline(layouts: Layouts, a: int, d: int, b: int, e: int) -> None:
-    """Copy pipeline `d` of layout `a` to `e` of `b`."""
+    """Copy pipeline `d` of layout `a` to pipeline `e` of layout `b`."""
     for column in range(3):
         layouts.pipe[b, e, column] = layouts.pipe[a, d, column]
     for s in range(layouts.pipe[a, d, STAGES]):
@@ -132,10 +136,10 @@ def copy_layout(layouts: Layouts, a: int, b: int) -> None:
 def write_layout(
     job: Job, tables: Tables, layouts: Layouts, k: int, sizes: Ints, ranks: Ints, layer_counts: Ints
 ) -> bool:
-    """Write layout `k`. Return whether it is possible; then it has its score.
+    """Write layout `k`, and its score if it is possible. Return whether it is possible.
 
-    `sizes`, `layer_counts`: ranks and layers of each group (pipelines, stages), 0 after the last; for 0 layers, the
-    fastest partition is chosen.
+    `sizes`, `layer_counts`: number of ranks and of layers of each group (pipelines, stages), 0 after the last group. If
+    the numbers of layers are 0, the fastest partition is chosen.
     """
     replicas = sizes.shape[0]
     counts = np.zeros(replicas, np.int64)

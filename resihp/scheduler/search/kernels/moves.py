@@ -1,6 +1,6 @@
 """Changes the layout being tried: groups change places, replicas and sizes, and layers change stages. Pure.
 
-Decides by chance what changes. Never decides whether the changed layout is kept. Called by `trials`.
+Random numbers determine the change. The module never decides whether the changed layout is kept. Called by `trials`.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from resihp.scheduler.search.kernels.tables import cut_pipeline, row_number
 TWO_CHANGES_PROBABILITY = 0.25
 """Probability that two changes are tried as one."""
 ODD_REPLICA_PROBABILITY = 0.7
-"""Probability of choosing a replica that differs from most, if most are equal."""
+"""Probability that, if most replicas are equal, one that differs from them is chosen."""
 MOVE_WEIGHTS = (3.0, 3.0, 2.0, 3.0, 1.5, 2.5, 1.0, 0.7, 0.5, 0.7, 0.5, 0.3, 0.3)
-"""Relative frequency of each move, see `make_move`."""
+"""Relative frequency of each move of `make_move`."""
 
 
 @machine_code
 def random_replica(layouts: Layouts, odd: Ints, drawn: Ints) -> int:
-    """Return a random replica of the layout being tried, preferably one that differs from most."""
+    """Return a random replica of the layout being tried; if most are equal, preferably one that differs from them."""
     if odd[0] > 0 and random_share(drawn) < ODD_REPLICA_PROBABILITY:
         d = odd[1 + random_index(odd[0], drawn)]
         if d < layouts.pipes[CANDIDATE]:
@@ -55,7 +55,7 @@ def random_replica(layouts: Layouts, odd: Ints, drawn: Ints) -> int:
 
 @machine_code
 def insert_stage(layouts: Layouts, d: int, s: int, group: int) -> None:
-    """Insert a stage into a replica of the layout being tried."""
+    """Insert a group as stage `s` of replica `d` of the layout being tried."""
     stages, groups = layouts.pipe[CANDIDATE, d, STAGES], layouts.groups[CANDIDATE, d]
     for i in range(stages, s, -1):
         groups[i] = groups[i - 1]
@@ -65,7 +65,7 @@ def insert_stage(layouts: Layouts, d: int, s: int, group: int) -> None:
 
 @machine_code
 def remove_stage(layouts: Layouts, d: int, s: int) -> int:
-    """Remove a stage, and return its group."""
+    """Remove stage `s` of replica `d` of the layout being tried, and return its group."""
     stages, groups = layouts.pipe[CANDIDATE, d, STAGES], layouts.groups[CANDIDATE, d]
     group = groups[s]
     for i in range(s, stages - 1):
@@ -76,8 +76,11 @@ def remove_stage(layouts: Layouts, d: int, s: int) -> int:
 
 @machine_code
 def groups_at_home(tables: Tables, layouts: Layouts, home: int, number: int) -> tuple[int, int, int]:
-    """Return the number of groups that are on this node only; and replica and stage of the group with number
-    `number`."""
+    """Return the number of groups that are entirely on node `home`, and the replica and stage of the `number`-th of
+    them.
+
+    Replica and stage are -1 if there is no such group.
+    """
     group_count, replica, stage = 0, -1, -1
     for d in range(layouts.pipes[CANDIDATE]):
         for s in range(layouts.pipe[CANDIDATE, d, STAGES]):
@@ -90,7 +93,8 @@ def groups_at_home(tables: Tables, layouts: Layouts, home: int, number: int) -> 
 
 @machine_code
 def exchange_places(layouts: Layouts, move: int, most: int, d: int, a: int, odd: Ints, drawn: Ints) -> int:
-    """Exchange or move groups in one replica or two. Return the other changed replica, -1 if nothing changes."""
+    """Exchange or move groups within one replica or between two. Return the other changed replica, -1 if nothing
+    changes."""
     n, own_groups = layouts.pipe[CANDIDATE, d, STAGES], layouts.groups[CANDIDATE, d]
     if move == 0:  # exchange two groups of a replica, or move one of them
         b = random_index(n, drawn)
@@ -117,7 +121,8 @@ def exchange_places(layouts: Layouts, move: int, most: int, d: int, a: int, odd:
 
 @machine_code
 def match_order(tables: Tables, layouts: Layouts, d: int, e: int) -> bool:
-    """Put a replica's groups into the order of those of another one, as far as they are equal."""
+    """Sort the groups of replica `d` into the order of the equal groups of replica `e`. Return whether the order
+    changed."""
     n, own_groups = layouts.pipe[CANDIDATE, d, STAGES], layouts.groups[CANDIDATE, d]
     unused, order, changed = own_groups[:n].copy(), np.full(n, -1, np.int64), False
     for s in range(min(n, layouts.pipe[CANDIDATE, e, STAGES])):
@@ -140,9 +145,9 @@ def match_order(tables: Tables, layouts: Layouts, d: int, e: int) -> bool:
 
 @machine_code
 def split_group(job: Job, tables: Tables, layouts: Layouts, pool: Ints, size: int, d: int, a: int) -> int:
-    """Split a group, with its ranks in `pool`, into two stages: its faster ranks, and the others.
+    """Split a group, given by its ranks in `pool`, into two stages: its faster half and its slower half.
 
-    Returns the changed replica, -1 if nothing changes.
+    Return the changed replica, -1 if nothing changes.
     """
     half = size // 2
     if not is_degree(job, half) or layouts.pipe[CANDIDATE, d, STAGES] == layouts.groups.shape[2]:
@@ -155,7 +160,7 @@ def split_group(job: Job, tables: Tables, layouts: Layouts, pool: Ints, size: in
 
 @machine_code
 def regroup_node(job: Job, tables: Tables, layouts: Layouts, move: int, d: int, a: int, drawn: Ints) -> int:
-    """Turn groups of a node into other ones. Return the other changed replica, -1 if nothing changes."""
+    """Form other groups of the ranks of a node. Return the other changed replica, -1 if nothing changes."""
     own_group = layouts.groups[CANDIDATE, d, a]
     size, home = tables.group[own_group, SIZE], tables.group[own_group, HOME]
     if home < 0:
@@ -206,7 +211,10 @@ def regroup_node(job: Job, tables: Tables, layouts: Layouts, move: int, d: int, 
 
 @machine_code
 def add_replica(job: Job, tables: Tables, layouts: Layouts, from_idle: bool, d: int, drawn: Ints) -> int:
-    """Add a replica of a group of idle ranks, or of some groups of replica `d`. Return it, -1 if nothing changes."""
+    """Add a replica, made of a group of idle ranks or of some groups of replica `d`.
+
+    Return the new replica, -1 if nothing changes.
+    """
     e = layouts.pipes[CANDIDATE]
     group = random_idle_group(job, tables, layouts, drawn) if from_idle else -1
     if e == layouts.pipe.shape[1] or (from_idle and group < 0):
@@ -224,7 +232,7 @@ def add_replica(job: Job, tables: Tables, layouts: Layouts, from_idle: bool, d: 
 
 @machine_code
 def random_move(drawn: Ints) -> int:
-    """Return the number of a move, see `make_move`, by `MOVE_WEIGHTS`."""
+    """Return the number of a random move of `make_move`, with frequencies `MOVE_WEIGHTS`."""
     move, remaining = 0, random_share(drawn) * sum(MOVE_WEIGHTS)
     while move < len(MOVE_WEIGHTS) - 1 and remaining >= MOVE_WEIGHTS[move]:
         remaining -= MOVE_WEIGHTS[move]
@@ -234,9 +242,11 @@ def random_move(drawn: Ints) -> int:
 
 @machine_code
 def make_move(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn: Ints, flags: Ints) -> bool:
-    """Change the layout being tried; replicas may be left without groups. Return whether anything changed.
+    """Make one random change of the layout being tried, which may leave replicas without groups. Return whether it
+    changed.
 
-    `flags` marks the changed replicas."""
+    `flags` marks the changed replicas.
+    """
     move = random_move(drawn)
     most = layouts.groups.shape[2]
     pipes = layouts.pipes[CANDIDATE]
@@ -247,11 +257,11 @@ def make_move(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn: Ints
         e = exchange_places(layouts, move, most, d, a, odd, drawn)
     elif move in (5, 6, 9):
         e = regroup_node(job, tables, layouts, move, d, a, drawn)
-    elif move == 2:  # without one of its groups
+    elif move == 2:  # remove one of the replica's groups
         if n == 1:
             return False
         remove_stage(layouts, d, a)
-    elif move == 3:  # with a group of idle ranks
+    elif move == 3:  # add a group of idle ranks
         group = random_idle_group(job, tables, layouts, drawn)
         if group < 0 or n == most:
             return False
@@ -261,7 +271,7 @@ def make_move(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn: Ints
         if d == e or not match_order(tables, layouts, d, e):
             return False
         e = d
-    elif move == 8:  # without a replica
+    elif move == 8:  # remove the replica
         if pipes == 1:
             return False
         layouts.pipe[CANDIDATE, d, STAGES] = 0
@@ -273,7 +283,7 @@ def make_move(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn: Ints
             layouts.groups[CANDIDATE, d, n + s] = layouts.groups[CANDIDATE, e, s]
         layouts.pipe[CANDIDATE, d, STAGES] += layouts.pipe[CANDIDATE, e, STAGES]
         layouts.pipe[CANDIDATE, e, STAGES] = 0
-    else:  # a new replica of idle ranks (move 10), or of some groups of this one
+    else:  # add a replica of idle ranks (move 10), or of some groups of replica d
         e = add_replica(job, tables, layouts, move == 10, d, drawn)
         if move == 10:
             d = e
@@ -285,9 +295,10 @@ def make_move(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn: Ints
 
 @machine_code
 def make_candidate(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn: Ints, flags: Ints) -> bool:
-    """Change the layout being tried once or twice, with the layers to follow. Return whether the result is possible.
+    """Change the layout being tried once or twice, and choose the layers of changed replicas. Return whether it is
+    possible.
 
-    `flags`: 1 or 2 for replicas that differ from the present layout.
+    `flags` is set to 1 or 2 for replicas that differ from the present layout.
     """
     if not make_move(job, tables, layouts, odd, drawn, flags):
         return False
@@ -322,7 +333,7 @@ def make_candidate(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn:
 
 @machine_code
 def shift_layer(job: Job, tables: Tables, layouts: Layouts, drawn: Ints, flags: Ints) -> bool:
-    """Move a layer of a replica from one stage to another."""
+    """Move a layer of a random replica from one stage to another. Return whether anything changed."""
     d = random_index(layouts.pipes[CANDIDATE], drawn)
     stages, row = layouts.pipe[CANDIDATE, d, STAGES], layouts.pipe[CANDIDATE, d, ROW]
     a, b = random_index(stages, drawn), random_index(stages, drawn)

@@ -1,7 +1,7 @@
 """Decides whether a pipeline gets orders of its own, and which. Pure.
 
-Its orders follow rules: a stage takes what is ready, within limits on micro-batches and on memory. Never gives a
-pipeline orders that gain less than `MIN_ORDER_GAIN`. Called by `sharing` and `tables`, and by
+The orders follow rules: a stage begins a ready primitive, within limits on micro-batches and on memory. A pipeline
+never gets orders that gain less than `MIN_ORDER_GAIN`. Called by `sharing` and `tables`, and by
 `resihp.scheduler.search.pipelines`, which reads the orders of a plan.
 """
 
@@ -26,13 +26,13 @@ from resihp.scheduler.search.kernels.compilation import machine_code
 from resihp.scheduler.search.kernels.pipeline_times import play_pipeline
 
 MIN_ORDER_GAIN = 1e-3
-"""Relative gain that is required for a pipeline to get orders of its own."""
+"""Relative gain above which a pipeline gets orders of its own."""
 ORDER_RULES = ((-1, 0.0), (1, 0.5), (2, 0.5))
-"""Rules for such orders: `write_limits`, and `patience` of `schedule_pipeline`. Measured: many more rules gain another
-third of a promille on average."""
+"""Rules for a pipeline's own orders during a search: `further` of `write_limits`, and `patience` of
+`schedule_pipeline`. Many more rules gain only another third of a promille on average (measured)."""
 EXTRA_DEPTHS = (-1, 0, 1, 2, 3, 4, 5, 6, 7)
 PATIENCE_VALUES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Rules for the orders of a plan, in place of `ORDER_RULES`."""
+"""Rules for the orders of a plan, in place of `ORDER_RULES`: each of `EXTRA_DEPTHS` with each of these values."""
 
 
 @machine_code
@@ -50,12 +50,13 @@ def schedule_pipeline(
     goal: float,
     order: Ints,
 ) -> float:
-    """Return the seconds of a pipeline whose stages take what is ready, a B before an F before a W.
+    """Return the seconds of a pipeline if each stage begins a ready primitive, a B before an F before a W.
 
-    Infinite if that is not less than `goal`. Writes into `order` (stages, primitives), unless it is empty, 3 times the
-    micro-batch plus 0, 1, 2 for F, B, W. `limits`: most micro-batches of each stage between F and B; `caps`: most
-    between F and W. A W does not begin if another primitive arrives before `patience` of it has passed. The stage that
-    can begin first does so: then every arrival at a stage until that moment has been sent.
+    Infinite if the time is not less than `goal`. Unless `order` is empty, each primitive is written into `order`
+    (stages, primitives) as 3 times the micro-batch plus 0, 1 or 2 for F, B or W. `limits`: maximum number of
+    micro-batches of each stage between F and B; `caps`: maximum between F and W. A W does not begin if another
+    primitive arrives before the share `patience` of it would have passed. In each step, the stage that can begin first
+    begins its next primitive: by then, every input that arrives before that moment has been sent.
     """
     forth, back = np.full((stages, count + 1), np.inf), np.full((stages, count + 1), np.inf)
     done = np.zeros((stages, 3), np.int64)
@@ -106,7 +107,10 @@ def schedule_pipeline(
 def write_remaining_seconds(
     count: int, f: Floats, b: Floats, w: Floats, late: Floats, split: bool, remaining_s: Floats
 ) -> None:
-    """Write the work of each stage, and, if W is not separate, the backwards of the stages before it after that."""
+    """Write a lower bound of the remaining seconds into `remaining_s`, for each stage: all of its work.
+
+    If W is not separate, the backward passes of the stages before it, which come after that work, are added.
+    """
     before = 0.0
     for s in range(remaining_s.size):
         remaining_s[s] = count * (f[s] + b[s] + (w[s] if split else 0.0)) + before
@@ -115,7 +119,7 @@ def write_remaining_seconds(
 
 @machine_code
 def first_stage_to_start(stages: int, start: Floats) -> int:
-    """Return the stage that can begin first."""
+    """Return the stage with the earliest possible start."""
     first = 0
     for i in range(1, stages):
         if start[i] < start[first]:
@@ -125,7 +129,8 @@ def first_stage_to_start(stages: int, start: Floats) -> int:
 
 @machine_code
 def write_limits(stages: int, count: int, further: int, limits: Ints) -> None:
-    """Write the limits of 1F1B plus `further` micro-batches between F and B into `limits`; no limit if negative."""
+    """Write 1F1B's limits on micro-batches between F and B, plus `further`, into `limits`; no limit if `further` is
+    negative."""
     for s in range(stages):
         limits[s] = count if further < 0 else stages - s + further
 
@@ -134,7 +139,7 @@ def write_limits(stages: int, count: int, further: int, limits: Ints) -> None:
 def schedule_lower_bound(stages: int, count: int, f: Floats, b: Floats, w: Floats, late: Floats, split: bool) -> float:
     """Return a lower bound of `schedule_pipeline` under any rules.
 
-    Every stage waits for its first forward, and its last backward passes through all stages before it.
+    Every stage waits for its first forward, and its last backward pass then passes all stages before it.
     """
     forth = both = bound = 0.0
     for s in range(stages):
@@ -147,7 +152,7 @@ def schedule_lower_bound(stages: int, count: int, f: Floats, b: Floats, w: Float
 
 @machine_code
 def lower_bound_line(stages: int, f: Floats, b: Floats, w: Floats, late: Floats, split: bool) -> tuple[float, float]:
-    """Return `schedule_lower_bound` of the stage with most work per micro-batch, as a ramp and a pace."""
+    """Return the line of `schedule_lower_bound` for the stage with most work per micro-batch: its ramp and its pace."""
     forth = both = ramp = pace = 0.0
     for s in range(stages):
         work, before = f[s] + b[s], both
@@ -162,7 +167,7 @@ def lower_bound_line(stages: int, f: Floats, b: Floats, w: Floats, late: Floats,
 
 @machine_code
 def pipeline_seconds(row: int, count: int, tables: Tables, split: bool, own: bool) -> float:
-    """Return the seconds of a pipeline for so many micro-batches, played unless known."""
+    """Return the seconds of a pipeline for `count` micro-batches, from the tables or by playing it."""
     if count > tables.row[row, MAX_COUNT] or count >= tables.times.shape[1]:
         return np.inf
     seconds_found: float = tables.times[row, count]
@@ -196,9 +201,10 @@ def pipeline_seconds(row: int, count: int, tables: Tables, split: bool, own: boo
 
 @machine_code
 def write_best_order(row: int, count: int, tables: Tables, split: bool, own: bool, order: Ints) -> tuple[float, bool]:
-    """Return the seconds of a pipeline in the best orders of its own, written into `order` like `schedule_pipeline`.
+    """Return the seconds of a pipeline in its best own orders, and True; the orders are written as by
+    `schedule_pipeline`.
 
-    If the schedule's orders are as good, returns their seconds, and False.
+    If the schedule's orders are as good, return their seconds and False.
     """
     stages, f, b, w = tables.row[row, STAGES], tables.stage_s[row, F], tables.stage_s[row, B], tables.stage_s[row, W]
     late = tables.stage_s[row, LATE]

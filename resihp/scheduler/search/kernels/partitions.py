@@ -1,7 +1,7 @@
 """Decides how many layers each stage of a pipeline gets. Pure.
 
-Keeps to the most layers that the memory of each stage allows. Never looks at other pipelines. Called by `tables`, which
-remembers the result.
+No stage gets more layers than its memory allows. The module considers one pipeline at a time. Called by `tables`, which
+stores the result.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from resihp.scheduler.search.kernels.pipeline_times import (
 
 @machine_code
 def write_best_partition(count: int, kind: PipeKind, limits: Ints, costs: Costs, offers: int, counts: Ints) -> float:
-    """Write the layers of each stage into `counts` so that the pipeline is fast for `count` micro-batches.
+    """Write the number of layers of each stage into `counts`, such that the pipeline is fast for `count` micro-batches.
 
-    Returns the seconds, infinite if memory does not suffice. `limits`: most layers of each stage. The partition is the
-    best of some that may be best for some number of micro-batches (`layouts.layers.trade_offs`), improved by moving a
-    layer from one stage to another, where that promises most, as long as it helps.
+    Return its seconds, infinite if memory does not suffice. `limits`: maximum number of layers of each stage. The
+    partition is the best of several that may be best for some number of micro-batches (`layouts.layers.trade_offs`),
+    improved by moving single layers between stages, most promising move first, as long as that helps.
     """
     speeds = kind.speeds
     stages, layers = speeds.size, costs.sums.shape[1] - 1
@@ -73,9 +73,10 @@ def improve_partition(
     times: Floats,
     counts: Ints,
 ) -> float:
-    """Move a layer from one stage to another, where that promises most, as long as it helps. Return the seconds.
+    """Move single layers between stages, most promising move first, as long as that helps. Return the seconds.
 
-    `extra`: other work of the stages, in layers; `best_s`: seconds of the partition in `counts`; `times`: work space.
+    `extra`: other work of the stages, in units of a layer's time; `best_s`: seconds of the partition in `counts`;
+    `times`: work space.
     """
     speeds = kind.speeds
     stages, layers = speeds.size, costs.sums.shape[1] - 1
@@ -95,7 +96,7 @@ def improve_partition(
                 if give == take or current[take] >= limits[take] or count * layer_s * more[take] >= below:
                     continue
                 if speeds[take] <= speeds[give] and more[take] > load[give]:
-                    continue  # a stage that is not faster would then have more to do than this one has now
+                    continue  # stage `take`, which is not faster, would take longer than `give` does now
                 current[give] -= 1
                 current[take] += 1
                 bound = pipeline_seconds_or_bound(current, count, kind, costs, below, times, False)
@@ -118,8 +119,11 @@ def improve_partition(
 def write_bounded_partition(
     bound: float, layers: int, speeds: Floats, extra: Floats, limits: Ints, counts: Ints
 ) -> bool:
-    """Write the partition within `bound` into `counts`, with most layers on the fastest stages; False if they do not
-    fit."""
+    """Write the partition in which no stage takes longer than `bound`, with as many layers as possible on the fastest
+    stages.
+
+    Return whether the layers fit.
+    """
     stages = speeds.size
     max_layers = np.empty(stages, np.int64)
     room = 0
@@ -143,16 +147,17 @@ def write_bounded_partition(
 
 @machine_code
 def write_even_partition(layers: int, speeds: Floats, extra: Floats, limits: Ints, counts: Ints) -> float:
-    """Return the shortest possible time of the slowest stage: one layer after the other goes where it is done first.
+    """Return the shortest possible time of the slowest stage, and write a partition that reaches it into `counts`.
 
-    `extra`: other work of the stages, in layers.
+    Layers are added one by one, each to the stage that would finish it first. `extra`: other work of the stages, in
+    units of a layer's time.
     """
     bound = paces = 0.0
     outside, layers_left = float(layers), layers
     for s in range(speeds.size):
         outside += extra[s]
         paces += speeds[s]
-    for s in range(speeds.size):  # layers that are done before the last one can be, if layers were divisible
+    for s in range(speeds.size):  # start from the whole layers of a division into fractions
         counts[s] = max(1, min(limits[s], int(outside / paces * speeds[s] * (1.0 - TIME_TOLERANCE) - extra[s])))
         layers_left -= counts[s]
     for s in range(speeds.size):
@@ -173,9 +178,10 @@ def write_even_partition(layers: int, speeds: Floats, extra: Floats, limits: Int
 def pipeline_seconds_or_bound(
     counts: Ints, count: int, kind: PipeKind, costs: Costs, below: float, times: Floats, exactly: bool
 ) -> float:
-    """Return the seconds of a pipeline with its gradient sums, or a lower bound unless `exactly`.
+    """Return the seconds of a pipeline with its gradient sums if `exactly`, else a lower bound.
 
-    Infinite if it cannot be less than `below`. `times`: work space for the stages' times, and ones.
+    Infinite if it cannot be less than `below`. `times`: work space for the stages' times in three rows, and a row of
+    ones.
     """
     stages, split = counts.size, costs.split
     f, b, w = times[0], times[1], times[2]

@@ -1,9 +1,9 @@
 """Seconds of a pipeline under 1F1B and zero-bubble, and of its stages and gradient sums. Pure.
 
-`resihp.pipeline.timeline` defines the meaning of an order, and a pipeline takes the same time here, to rounding:
-`play_pipeline` walks the orders of 1F1B and zero-bubble (`resihp.pipeline.schedules`) in a sequence in which all
-predecessors of a primitive have been done before. Never chooses layers or orders. Called by `partitions`, `own_orders`,
-`tables` and `layouts`.
+`resihp.pipeline.timeline` defines the meaning of an order, and the times here equal those of the timeline up to
+rounding. `play_pipeline` walks through the orders of 1F1B and zero-bubble (`resihp.pipeline.schedules`) in a sequence
+in which all predecessors of a primitive come earlier. The module never chooses layers or orders. Called by
+`partitions`, `own_orders`, `tables` and `layouts`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from resihp.scheduler.search.kernels.compilation import machine_code
 
 @machine_code
 def play_pipeline(stages: int, count: int, f: Floats, b: Floats, w: Floats, late: Floats, split: bool) -> float:
-    """Return the seconds of a pipeline for `count` micro-batches, under 1F1B, or ZB-H1 if `split`.
+    """Return the seconds of a pipeline for `count` micro-batches under 1F1B, or under ZB-H1 if `split`.
 
-    `late[s]`: the transfer from stage s to the next one and back. All arguments are by stage; without `split`, `b`
-    includes the gradients of weights.
+    `f`, `b`, `w`: seconds of F, B and W on each stage; without `split`, `b` includes the weight gradients. `late[s]`:
+    the transfer from stage s to the next stage, or back.
 
-    In turn t stage s begins the forward of micro-batch t and the backward that follows it there, of micro-batch t -
-    (stages - 1 - s): its predecessor on stage s + 1 was done in the turn before. If a turn delays all stages by the
-    same time, so do those that follow, as long as there are further forwards.
+    In turn t, stage s begins the forward of micro-batch t, and then the backward of micro-batch t - (stages - 1 - s).
+    The predecessor of that backward, on stage s + 1, was done in the turn before. If a turn delays all stages by the
+    same time, the following turns do so, too, as long as there are further forwards.
     """
     end, sent, before = np.zeros(stages), np.zeros(stages), np.zeros(stages)
     t = -1
@@ -72,8 +72,8 @@ def play_pipeline(stages: int, count: int, f: Floats, b: Floats, w: Floats, late
 def play_lower_bound(stages: int, count: int, f: Floats, b: Floats, w: Floats, late: Floats, split: bool) -> float:
     """Return a lower bound of `play_pipeline`.
 
-    Every stage waits for its first forward, and for its first backward after it has no further forward to do before it,
-    and its last backward passes through all stages before it.
+    Every stage waits for its first forward, and for its first backward once no further forward comes before it; and its
+    last backward pass then passes all stages before it.
     """
     beyond = 0.0
     for s in range(stages):
@@ -95,7 +95,7 @@ def play_lower_bound(stages: int, count: int, f: Floats, b: Floats, w: Floats, l
 
 @machine_code
 def write_stage_seconds(counts: Ints, speeds: Floats, costs: Costs, f: Floats, b: Floats, w: Floats) -> None:
-    """Write the seconds of each stage into `f`, `b`, `w`."""
+    """Write the seconds of each stage for one micro-batch into `f`, `b` and `w`."""
     sums, ends = costs.sums, costs.ends
     first, layers = 0, sums.shape[1] - 1
     for s in range(counts.size):
@@ -117,9 +117,11 @@ def write_stage_seconds(counts: Ints, speeds: Floats, costs: Costs, f: Floats, b
 def exposed_sums_s(
     counts: Ints, work: Floats, layer_sum_s: Floats, bucket: Ints, slowed: Floats, split: bool, parts: int
 ) -> float:
-    """Return the seconds of a pipeline's gradient sums after its last backward (`resihp.scheduler.cost.gradient_sync`).
+    """Return the seconds of a pipeline's gradient sums after its last backward pass
+    (`resihp.scheduler.cost.gradient_sync`).
 
-    `work`: seconds of computation during which they are summed; `slowed`: factor on the sums' time, by stage.
+    `work`: seconds of computation of each stage during which gradients are summed; `slowed`: factor on the time of each
+    stage's sums.
     """
     longest = earlier = 0.0
     for s in range(counts.size):

@@ -1,7 +1,7 @@
 """Decides how many micro-batches each pipeline gets. Pure.
 
-The last pipeline is to end as early as possible, and no pipeline gets more than its memory allows. Never changes a
-pipeline. Called by `layouts`, for the score of a layout.
+The last pipeline ends as early as possible, and no pipeline gets more micro-batches than its memory allows. The module
+never changes a pipeline. Called by `layouts`, for the score of a layout.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from resihp.scheduler.search.kernels.own_orders import pipeline_seconds
 def share_out(
     total: int, rows: Ints, tables: Tables, split: bool, own: bool, below: float, counts: Ints
 ) -> tuple[float, float]:
-    """Write the micro-batches of each pipeline into `counts`, so that the last pipeline ends as early as possible.
+    """Write the number of micro-batches of each pipeline into `counts`, such that the last pipeline ends as early as
+    possible.
 
-    The sum of `counts` is `total`. Returns that end, and when all would end if micro-batches were divisible; infinite
-    if memory does not suffice, or if the time is clearly not below `below`.
+    The sum of `counts` is `total`. Return the end of the last pipeline, and the common end of all pipelines if
+    micro-batches were divisible. Both are infinite if memory does not suffice, or if the time is clearly not below
+    `below`.
 
-    `rows`: the pipelines' rows in the tables; `own`: with orders of their own if these are faster.
+    `rows`: rows of the pipelines in the tables; `own`: whether pipelines may have orders of their own.
     """
     pipes, max_counts = rows.size, tables.row[:, MAX_COUNT]
     usual, begin, slope = np.empty(pipes, np.int64), np.empty(pipes), np.empty(pipes)
@@ -38,7 +40,7 @@ def share_out(
     ends = np.empty(pipes)
     for d in range(pipes):
         ends[d] = pipeline_seconds(rows[d], counts[d], tables, split, own)
-    while True:  # exactly: the last one gives one away as long as another finishes it earlier
+    while True:  # exact: the last pipeline gives a micro-batch away while another finishes it earlier
         last = 0
         for d in range(1, pipes):
             if ends[d] >= ends[last]:
@@ -52,7 +54,7 @@ def share_out(
         if counts[last] == 1 or receiver < 0:
             return ends[last], max(divisible_s, 0.0)
         fewer = pipeline_seconds(rows[last], counts[last] - 1, tables, split, own)
-        if fewer >= ends[last]:  # its own orders may be worse for fewer, and then this exchange would not end
+        if fewer >= ends[last]:  # own orders may be slower for fewer micro-batches; prevents endless exchanges
             return ends[last], max(divisible_s, 0.0)
         counts[last] -= 1
         counts[receiver] += 1
@@ -71,9 +73,10 @@ def write_time_lines(
     begin: Floats,
     slope: Floats,
 ) -> bool:
-    """Write a line for each pipeline's time: `begin` for `usual` micro-batches, and `slope` for each one more.
+    """Write a straight line for each pipeline's time: `begin` for `usual` micro-batches, and `slope` for each further
+    one.
 
-    False if memory does not suffice, or if the time is clearly not below `below`.
+    Return False if memory does not suffice, or if the time is clearly not below `below`.
     """
     pipes, max_counts = rows.size, tables.row[:, MAX_COUNT]
     done, paces = float(total), 0.0
@@ -84,7 +87,7 @@ def write_time_lines(
             return False
         done += tables.row_s[rows[d], RAMP] / slope[d]
         paces += 1.0 / slope[d]
-    for d in range(pipes):  # a line through a played time, instead of the lower bound
+    for d in range(pipes):  # replace the lower bound by a line through a played time
         if done / paces > below:
             return False
         begin[d] = pipeline_seconds(rows[d], usual[d], tables, split, own)
@@ -94,9 +97,10 @@ def write_time_lines(
 
 @machine_code
 def divisible_seconds(total: int, rows: Ints, max_counts: Ints, usual: Ints, begin: Floats, slope: Floats) -> float:
-    """Return when all end if micro-batches are divisible.
+    """Return the common end of all pipelines if micro-batches were divisible.
 
-    Pipelines without memory for more take what they can, the others the rest. Infinite if some are left over.
+    Pipelines limited by memory take as many micro-batches as they can, the other pipelines the rest. Infinite if some
+    micro-batches remain.
     """
     full = np.zeros(rows.size, np.bool_)
     while True:
@@ -130,7 +134,10 @@ def write_rounded_counts(
     slope: Floats,
     counts: Ints,
 ) -> bool:
-    """Write whole micro-batches into `counts`, by the lines through played times; False if memory does not suffice."""
+    """Write whole numbers of micro-batches into `counts`, by the lines of `write_time_lines`.
+
+    Return False if memory does not suffice.
+    """
     given = 0
     for d in range(rows.size):
         counts[d] = max(1, min(int(usual[d] + (divisible_s - begin[d]) / slope[d]), max_counts[rows[d]], total))

@@ -1,8 +1,8 @@
-"""Tables of known facts about groups, pipelines to be cut, and cut pipelines. Pure.
+"""Tables of known facts about groups, about pipelines to be cut, and about cut pipelines. Pure.
 
-Gives each group and each pipeline a number, and computes its facts once. Two pipelines with equal time and memory have
-one number. Never forgets a fact: `resihp.scheduler.search.pipelines` rebuilds tables that are full. Called by
-`layouts`, `groups`, `moves` and `trials`.
+The module gives each group and each pipeline a number, and computes its facts once. Two pipelines with equal times and
+equal memory have the same number. No fact is ever removed: `resihp.scheduler.search.pipelines` rebuilds tables that are
+full. Called by `layouts`, `groups`, `moves` and `trials`.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ from resihp.scheduler.search.kernels.partitions import write_best_partition
 from resihp.scheduler.search.kernels.pipeline_times import exposed_sums_s, write_stage_seconds
 
 PARTITION_OFFERS = 5
-"""Partitions of a pipeline whose neighbours are considered."""
+"""Number of partitions of a pipeline that are played; the best of them is improved."""
 
 
 @machine_code
 def lookup(index: Ints, keys: Ints, key: Ints, length: int) -> tuple[int, int]:
-    """Return the place of a key in a hash table, present or not; and its number, -1 if it is not present."""
+    """Return the place of a key in a hash table, whether the key is present or not, and its number, -1 if it is not
+    present."""
     prime = 2147483647
     mixed = 0
     for i in range(length):
@@ -65,14 +66,15 @@ def lookup(index: Ints, keys: Ints, key: Ints, length: int) -> tuple[int, int]:
 
 @machine_code
 def is_full(tables: Tables, pipes: int, groups: int) -> bool:
-    """Return whether another trial, or layout, of so many pipelines and new groups might have no place."""
+    """Return whether the tables may lack room for another trial or layout of `pipes` pipelines and `groups` new
+    groups."""
     rows = tables.used[2] + 2 * pipes + 8 > tables.row.shape[0] or tables.used[1] + pipes + 8 > tables.cut_row.size
     return bool(rows or tables.used[0] + groups > tables.group.shape[0])
 
 
 @machine_code
 def group_number(job: Job, tables: Tables, ranks: Ints, size: int) -> int:
-    """Return the number of a group."""
+    """Return the number of a group of ranks; a new group is added to the tables."""
     key = np.full(tables.ranks.shape[1], -1, np.int64)
     for t in range(size):
         key[t] = ranks[t]
@@ -116,7 +118,7 @@ def slowest_link(job: Job, tables: Tables, a: int, b: int) -> float:
 
 @machine_code
 def is_on_nodes_of(job: Job, tables: Tables, a: int, b: int) -> bool:
-    """Return whether a group is on no other nodes than another one."""
+    """Return whether group `a` is only on nodes on which group `b` is as well."""
     for t in range(tables.group[a, SIZE]):
         is_shared = False
         for u in range(tables.group[b, SIZE]):
@@ -148,7 +150,7 @@ def transfer_number(job: Job, tables: Tables, a: int, b: int) -> int:
 
 @machine_code
 def write_key(job: Job, tables: Tables, groups: Ints, stages: int, key: Ints) -> None:
-    """Write a number for each stage into `key`, from 1 on: equal for pipelines with equal time and memory."""
+    """Write one number for each stage into `key`, from index 1 on; equal keys have equal times and equal memory."""
     for s in range(stages):
         g = groups[s]
         number = tables.group[g, SIZE] * 4096 + tables.group[g, SLOWEST]
@@ -174,7 +176,7 @@ def pipe_kind(job: Job, tables: Tables, groups: Ints, stages: int) -> PipeKind:
 
 @machine_code
 def capacity(job: Job, s: int, stages: int, size: int, count: int, state: int) -> int:
-    """Return the most layers of a stage (`cost.memory.capacity`)."""
+    """Return the most layers that a stage has memory for (`cost.memory.capacity`)."""
     alive = min(count, stages if job.costs.split else stages - s)
     needs = job.needs[state, size, 2 * (s == 0) + (s == stages - 1)]
     return int(max(0, (job.room - needs[0]) // (needs[1] + alive * needs[2])))
@@ -182,9 +184,9 @@ def capacity(job: Job, s: int, stages: int, size: int, count: int, state: int) -
 
 @machine_code
 def cut_pipeline(job: Job, tables: Tables, groups: Ints, stages: int, count: int, replicas: int) -> int:
-    """Return the row of a pipeline with the layers that make it fastest for about so many micro-batches.
+    """Return the row of a pipeline with the layers that make it fastest for about `count` micro-batches.
 
-    It is one of so many replicas. -1 if the layers do not fit, or a group has stopped.
+    The layout has `replicas` replicas. -1 if the layers do not fit, or a group has stopped.
     """
     step = 1
     while count >= 8 * step:
@@ -217,7 +219,7 @@ def cut_pipeline(job: Job, tables: Tables, groups: Ints, stages: int, count: int
 
 @machine_code
 def row_number(job: Job, tables: Tables, groups: Ints, stages: int, counts: Ints, replicas: int) -> int:
-    """Return the row of a pipeline with so many layers on each stage."""
+    """Return the row of a pipeline with `counts` layers on its stages; a new row is added to the tables."""
     state = job.state[replicas]
     key = np.empty(2 * stages + 1, np.int64)
     key[0] = state * (tables.stage.shape[2] + 1) + stages

@@ -1,7 +1,7 @@
 """Trials of a search: simulated annealing, one change after another. Pure.
 
-Decides whether a change is kept, and where a cycle starts. Never reads a clock: trials are counted. Called by
-`resihp.scheduler.search.annealing`.
+The module decides whether a change is kept, and from which layout a cycle starts. It never reads a clock: trials are
+counted. Called by `resihp.scheduler.search.annealing`.
 """
 
 from __future__ import annotations
@@ -35,23 +35,26 @@ from resihp.scheduler.search.kernels.random_numbers import random_share
 from resihp.scheduler.search.kernels.tables import has_room, is_full
 
 START_TEMPERATURE = 0.005
-"""Share of the best time by which a change may be worse at the beginning of a cycle, about. Of 58 random jobs, in a
-second: 0.4 % above the best of five searches on average, and 0.8 % with 0.02."""
+"""Approximate share of the best time by which a change may be worse at the beginning of a cycle. For 58 random jobs,
+searched for a second: on average 0.4 % above the best of five searches; 0.8 % with a share of 0.02."""
 OTHER_START_TEMPERATURE = 0.0075
-"""The same share for a cycle that starts from another layout."""
+"""Share of the best time, as `START_TEMPERATURE`, for a cycle that starts from a layout other than the best one."""
 SHAKE_TRIALS = 15
-"""Changes of any cost that are made to the best layout if a cycle starts from another layout."""
+"""Number of random changes, of any cost, that are made to the best layout when a cycle starts from another layout."""
 LAYER_MOVE_PROBABILITY = 0.1
-"""Probability that a layer moves from one stage to another."""
+"""Probability that a trial moves a layer from one stage to another."""
 MAX_UNGROUPED_REPLICAS = 4
-"""Most replicas for which it does not matter which are equal."""
+"""Maximum number of replicas for which it does not matter which of them are equal."""
 MAX_NEW_GROUPS = 8
-"""Most groups that a single trial may create."""
+"""Maximum number of groups that a single trial may create."""
 
 
 @machine_code
 def accept_candidate(layouts: Layouts, flags: Ints, odd: Ints) -> None:
-    """Make the tried layout the present one. `flags`: replicas that changed."""
+    """Make the tried layout the present one. `flags`: nonzero for replicas that changed.
+
+    `odd` gets the number of replicas that differ from most, if most are equal, and then their indices.
+    """
     pipes = layouts.pipes[CANDIDATE]
     layouts.pipes[CURRENT] = pipes
     layouts.score[CURRENT] = layouts.score[CANDIDATE]
@@ -78,7 +81,7 @@ def accept_candidate(layouts: Layouts, flags: Ints, odd: Ints) -> None:
 
 @machine_code
 def reject_candidate(layouts: Layouts, flags: Ints) -> None:
-    """Make the present layout the tried one again. `flags`: replicas that changed."""
+    """Make the present layout the tried one again. `flags`: nonzero for replicas that changed."""
     layouts.pipes[CANDIDATE] = layouts.pipes[CURRENT]
     for d in range(layouts.pipes[CURRENT]):
         if flags[d]:
@@ -87,9 +90,10 @@ def reject_candidate(layouts: Layouts, flags: Ints) -> None:
 
 @machine_code
 def random_max_energy(layouts: Layouts, turn: Ints, drawn: Ints) -> float:
-    """Return the energy up to which the tried layout is accepted: an increase by chance, like Metropolis."""
+    """Return the highest energy at which the tried layout is accepted: the present energy plus a random increase
+    (Metropolis)."""
     max_energy, best_s = energy(layouts, CURRENT), layouts.score[BEST, 0]
-    if best_s < np.inf:  # on average by this much
+    if best_s < np.inf:  # a random increase; its mean falls during the cycle
         temperature = OTHER_START_TEMPERATURE if turn[CYCLES] % 2 else START_TEMPERATURE
         max_energy += temperature * best_s * (1.0 - turn[TRIAL] / turn[CYCLE]) ** 2 * -np.log(1.0 - random_share(drawn))
     return float(max_energy)
@@ -97,7 +101,7 @@ def random_max_energy(layouts: Layouts, turn: Ints, drawn: Ints) -> float:
 
 @machine_code
 def begin_cycle(layouts: Layouts, turn: Ints) -> None:
-    """Copy the layout that the cycle starts from to the one being tried: every second time the best one."""
+    """Copy the layout from which the cycle starts to the layout being tried: the best layout in every second cycle."""
     turn[CYCLES] += 1
     turn[TRIAL] = turn[SHAKES_LEFT] = 0
     begin = BEST
@@ -114,7 +118,7 @@ def begin_cycle(layouts: Layouts, turn: Ints) -> None:
 
 @machine_code
 def anneal(job: Job, tables: Tables, layouts: Layouts, turn: Ints, odd: Ints, drawn: Ints, trials: int) -> int:
-    """Try `trials` changes. Return how many are left if the tables are full."""
+    """Try `trials` changes. Return how many of them remain if the tables became full, else 0."""
     most = layouts.pipe.shape[1]
     flags, counts = np.zeros(most, np.int64), np.empty(most, np.int64)
     for done in range(trials):

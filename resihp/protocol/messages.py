@@ -312,11 +312,12 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):
-    """Time of a transfer to and from rank `peer`, as measured by a link probe."""
+    """Time of a transfer between this rank and rank `peer`, as measured by a link probe."""
 
     peer: int
     seconds: float
-    """Lower quartile of the times in which one buffer was sent to the peer and back."""
+    """Seconds of an all-reduce of one buffer by the two ranks: the lower quartile of several repetitions, on shared
+    devices the fastest."""
 
 
 class Probed(Message, frozen=True, kw_only=True):
@@ -658,8 +659,8 @@ class WorkerBeat(msgspec.Struct, frozen=True, kw_only=True):
 
     `age_s` is the time in seconds since the worker's last heartbeat. `state` is the letter of the kernel's process
     state (R, S, D, T, Z). `progress` is None before the first heartbeat. `idle_s` is the time in seconds for which
-    neither the process nor any of its children has used a CPU; None for a worker that has sent `Declare`, or if the
-    agent does not observe it.
+    neither the process nor any of its children has used a CPU, waited for a disk or written output; None if a worker of
+    the node has sent `Declare`.
     """
 
     rank: int

@@ -1,13 +1,13 @@
-"""Imports megatron-core in the way a worker needs. The package imports this first; all other modules then just import.
+"""Imports megatron-core in the way that a worker needs. The package imports this module before any other.
 
-While it is imported, megatron-core decorates dozens of functions with `torch.compile`, which loads the compiler. That
-takes half of its import time, for kernels that are used on GPUs only. Under this import, the decorator only records the
-function; it is compiled when a worker first calls it (fused SwiGLU, bias and dropout) on a GPU.
+During its import, megatron-core decorates dozens of functions with `torch.compile`, which loads the compiler. This
+takes half of the import time, for kernels that are used only on GPUs. This module replaces the decorator: it only
+records the function, which is compiled when a worker first calls it with a GPU tensor (fused SwiGLU, bias and dropout).
 
-This import runs in the fork server, where no code may query a GPU: that would start CUDA, and a process forked later
-could not use it (torch: "Cannot re-initialize CUDA in forked subprocess"). megatron-core, as well as Transformer
-Engine, asks through `torch.utils.cpp_extension` where CUDA's compiler is installed. So `torch.cuda.is_available`
-returns False until the import is done.
+The import runs in the fork server, where no code may query a GPU: a query starts CUDA, and a process forked later could
+not use CUDA (torch: "Cannot re-initialize CUDA in forked subprocess"). Both megatron-core and Transformer Engine use
+`torch.utils.cpp_extension` to find CUDA's compiler, which queries GPUs. So `torch.cuda.is_available` returns False
+during the import.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _cpp_extension = logging.getLogger("torch.utils.cpp_extension")
 
 
 def compiled_on_gpus(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Replacement for `torch.compile`: plain on CPU tensors, compiled at the first call with a GPU tensor."""
+    """Replace `torch.compile`: run the function uncompiled on CPU tensors; compile it at the first call with a GPU
+    tensor."""
     if function is None:
         return functools.partial(compiled_on_gpus, **options)
     compiled: Callable[..., Any] | None = None
@@ -78,11 +79,11 @@ patch_megatron()
 
 
 class GlobalRandomTracker:
-    """Replacement for megatron's random state tracker, which accepts only registered states and calls torch.cuda.
+    """Replaces megatron's random state tracker, which accepts only registered states and calls torch.cuda.
 
-    No supported layer draws random numbers in a forward pass (dropout is refused). A layer that forks the state anyway,
-    as the embedding does under sequence parallelism, gets the global generator, which is restored afterwards. This
-    works for any device without querying one, which would start CUDA in the fork server.
+    No supported layer draws random numbers in a forward pass (dropout is refused). If a layer forks the random state
+    anyway, as the embedding does under sequence parallelism, it uses the global generator, which is restored
+    afterwards. This works for any device without a query, which would start CUDA in the fork server.
     """
 
     def is_initialized(self) -> bool:

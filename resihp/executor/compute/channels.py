@@ -140,10 +140,11 @@ class _Deferred:
 
 
 class Channel:
-    """One communicator. All its operations are collectives in the back end's own thread, and may outlive their waits.
+    """One communicator. All its operations are collectives in the back end's own thread; they may continue after a wait
+    ends.
 
-    With `strict`, the rank begins nothing before all that it began earlier is done, on any communicator. Over an
-    emulated `wire`, nothing begins on this communicator before earlier work on it is done.
+    With `strict`, no operation begins before all earlier operations of the rank are done, on any communicator. With an
+    emulated `wire`, no operation begins before all earlier operations on this communicator are done.
     """
 
     def __init__(
@@ -155,7 +156,8 @@ class Channel:
         store: Any = None,
         kind: type[BackEnd] = Gloo,
     ) -> None:
-        """`store`: the back end's store, kept alive while the back end may use it. `kind`: class of the back end."""
+        """`store` is the back end's store, referenced as long as the back end may use it. `kind` is the class of the
+        back end."""
         self._kind = kind
         self.store = store
         self._backend: Backend | None = backend

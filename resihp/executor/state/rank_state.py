@@ -79,7 +79,7 @@ class State:
                 torch._foreach_copy_([parameter for parameter, _ in derived], [master for _, master in derived])
 
     def begin(self, buckets: Sequence[Bucket], rank: int) -> None:
-        """Reset the gradients for an iteration that reduces them in `buckets`."""
+        """Reset the gradients for an iteration that reduces them in `buckets`; `ready` becomes None."""
         if self.ready is not None and self.ready > self.stepped:
             self.gradients.release()  # the step was never taken, and abandoned sums may still write to them
         self.ready = None

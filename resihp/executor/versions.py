@@ -1,6 +1,6 @@
 """Reads the versions of libraries in use and the git commit of the training script, for the ledger.
 
-Never raises, and never runs git. Called by the trainer for its `Declare` message.
+Never raises, and never runs git. Called by `supervised.worker` for the `Declare` message.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Carries out the controller's actions in the simulated world: processes, orders, connections, requests to Slurm.
 
-Every action is checked before. It draws when each takes effect, and whether an ambiguous one works. Called by `world`.
+Draws the time at which each action takes effect, and the result of an action that may or may not work. Every action is
+checked before. Called by `world`.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def _send_order(world: World, action: api.Order) -> None:
 
 
 def number_ranks(world: World, names: tuple[str, ...]) -> None:
-    """Renumber the ranks if nodes were left out before ranks were assigned."""
+    """Assign rank numbers anew if nodes were left out before the first ranks were assigned."""
     if names == tuple(world.workers[rank].node.name for rank in sorted(world.workers)):
         return
     expect(not any(worker.spawned for worker in world.workers.values()), "ranks are assigned again")
@@ -137,7 +138,7 @@ def number_ranks(world: World, names: tuple[str, ...]) -> None:
 
 
 def _drop_node(world: World, node: SimNode) -> None:
-    """Close a node's connection; its processes are cleaned up later, or never."""
+    """Close a node's connection. Its processes end later, or never."""
     node.dropped = True
     if world.scenario.leaks and node.alive and world.rng.random() < 0.7:
         delay = world.rng.choice([0.0, 0.1, 0.5])

@@ -2,7 +2,7 @@
 
 Each slice of parameters and moments is written once, by ranks of one replica (`resihp.parallelism.ownership.counted`):
 the first replica, unless it cannot. Never commits a checkpoint: it counts only after its manifest is written
-(`resihp.worker.checkpoints`). Called by the trainer and by `supervised.saving`.
+(`resihp.worker.checkpoints`). Called by `trainer` and `supervised`.
 """
 
 from __future__ import annotations

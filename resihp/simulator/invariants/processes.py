@@ -1,7 +1,7 @@
 """Invariants of processes and connections: starts and signals of workers, and nodes that are dropped.
 
-It checks each of these actions before it is carried out, and marks the workers that the controller has given up.
-Called by `rules`.
+Checks each of these actions before it is carried out, and marks the workers that the controller has given up. Never
+starts or ends a process. Called by `rules`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def check_start(rules: Rules, action: api.StartWorkers) -> None:
-    """Check a device's first process, or a respawn where the last one died and the device is not the cause."""
+    """Check the start of a device's first process, or of another one after the last has died and the device is not the
+    cause."""
     workers, scenario = rules.world.workers, rules.world.scenario
     node = rules.world.nodes[action.node]
     is_lost = node.name in rules.lost_nodes and not rules.taking_over  # a loss may still be unheard

@@ -1,7 +1,7 @@
-"""Invariants of suspicions and of failures: both have a reason in the simulated truth.
+"""Invariants of suspicions and of failures: each has a reason in the simulated truth.
 
-It checks suspicions before they are written, and failures at the end of an answer. It suspects nobody itself. Called by
-`rules` and by the invariants of entries.
+Checks suspicions before they are written, and failures after the controller's complete answer. Never suspects a rank
+itself. Called by `rules` and by the invariants of entries.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_suspicion(rules: Rules, entry: Suspected) -> None:
-    """Check that silence and slowness are numbered in one sequence, and that each suspicion ends with an
+    """Check that suspicions of silence and of slowness are numbered in one sequence, and that each one ends with an
     outcome."""
     before = [earlier for earlier in entries_before(rules, entry) if isinstance(earlier, Suspected)]
     last = max((earlier.suspicion for earlier in before), default=0)
@@ -33,7 +33,8 @@ def check_suspicion(rules: Rules, entry: Suspected) -> None:
 
 
 def check_silence(rules: Rules, entry: Suspected) -> None:
-    """Check that a suspicion of silence is based on a test and on a real silence, and that there is one at a time."""
+    """Check that a suspicion of silence follows from a test and a real silence, and that it is the only one of its
+    subject."""
     expect(entry.statistic is not None and entry.threshold is not None, f"{entry} was not tested")
     expect((entry.statistic or 0.0) > (entry.threshold or 0.0), f"{entry} does not exceed its threshold")
     key = entry.node or "" if entry.rank is None else entry.rank

@@ -1,7 +1,7 @@
-"""A simulated job and its disturbances. Pure data.
+"""A simulated job and its disturbances. Data only.
 
-It draws nothing at random: the other modules of this folder do. Called by these, by the simulated world, and by tests
-that describe a job by hand.
+Draws nothing at random: the other modules of this folder do. Used by these modules, by the simulated world, and by
+tests that define a job by hand.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ Trigger = Literal[
 ]  # fmt: skip
 
 Fate = Literal["fine", "odd", "refuses", "dies", "raises", "hangs", "spawn"]
-"""How a process that was started again begins: it joins, declares something else, fails its probe, and so on."""
+"""Outcome of a process that is started later: it joins, declares another model, refuses to start, and so on."""
 
 
 @dataclass(frozen=True)
 class Disturbance:
-    """Happens `delay` after the `nth` occurrence of `trigger`, to `rank` or, if None, to the rank of the trigger."""
+    """Occurs `delay` seconds after the `nth` occurrence of `trigger`, on `rank`, or on the rank of the trigger if
+    None."""
 
     kind: DisturbanceKind
     trigger: Trigger = "time"
@@ -69,7 +70,7 @@ class Disturbance:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One simulated job. The remaining choices (delays, order) are drawn from `seed`."""
+    """One simulated job. All other choices (delays, order) are drawn from `seed`."""
 
     seed: int = 0
     nodes: int = 2
@@ -89,7 +90,7 @@ class Scenario:
     leaks: bool = False
     """Whether messages that a node sent before it was dropped may still be delivered."""
     breaks_loudly: float = 1.0
-    """Probability that the transport reports a peer's death to a rank."""
+    """Probability that the transport reports the death of a peer to a rank."""
     limit_s: float = 900.0
     model: ModelSpec = MODEL
     start_budget_s: float = 60.0
@@ -99,28 +100,28 @@ class Scenario:
     other_digest: int | None = None
     """The rank that declares another model, refuses to start, objects to plans, or computes another digest of them."""
     agrees_up_to: int = 0
-    """Epoch up to which no rank objects."""
+    """Last epoch in which no rank objects."""
     objections: int = 99
-    """Number of objections of a rank before it gives in."""
+    """Number of objections of a rank, after which it confirms plans."""
     fates: tuple[Fate, ...] = ("fine",)
-    """Fates of newcomers in order; the last one repeats."""
+    """Outcomes of newcomers, in order; the last one repeats."""
     come_backs: int = 3
     chunk_s: float = 0.3
-    """Longest time that a chunk of transferred state takes."""
+    """Maximum seconds for the transfer of a chunk of state."""
     planner: Literal["real", "wild", "cautious"] = "real"
-    """The planner: see `random_planner.RandomPlanner`."""
+    """Kind of planner, as in `random_planner.RandomPlanner`."""
     thinks: bool = False
-    """Whether plans are made ahead, and better ones looked for."""
+    """Whether plans are made ahead, and better plans are searched for."""
     planner_trouble: float = 0.0
     checker_trouble: float = 0.0
     """Probabilities that the planner finds no plan, and that the checker refuses it."""
     early_exit: int | None = None
     meaning: Literal["time-limit", "cancelled", "preempted", "unknown"] | None = "cancelled"
-    """Slurm's reason for stopping the job; None if it gives none."""
+    """Reason for stopping the job as reported by Slurm; None if Slurm does not answer."""
     time_left_s: float | None = None
-    """Time until Slurm's limit, counted from the start."""
+    """Seconds from the start until Slurm's time limit; None if unknown."""
     mortality: float = 0.0
-    """Probability that a worker dies of a signal that was meant for its job."""
+    """Probability that a worker dies of a signal to its job."""
     signal_grace_s: float = 20.0
     on_warning: Literal["requeue", "end"] = "requeue"
     may_requeue: bool = False
@@ -135,25 +136,26 @@ class Scenario:
     spares: int = 0
     least: float = 0.5
     late: tuple[tuple[str, float], ...] = ()
-    """Nodes that come later than others, and their delays; NEVER_S if they do not come."""
+    """Nodes that arrive later than others, with delays in seconds; `NEVER_S` for a node that does not arrive."""
     spawns: tuple[tuple[str, Literal["hang", "refused"]], ...] = ()
-    """Nodes on which no process can be started at the beginning, and how that shows."""
+    """Nodes on which no process can be started at the beginning: the start hangs, or is refused."""
     examine: bool = False
     """Whether devices and links are measured before they are used."""
     slow: float = 0.0
-    """Probability that the detector finds something slow, in each iteration (false_alarms.py)."""
+    """Probability of a false finding of the detector in an iteration (false_alarms.py)."""
     observes: bool = False
-    """Whether slow devices and links are only reported."""
+    """Whether slow devices and links are only reported, without a change of plan."""
     ramp: Ramp = ()
     """Steps of the batch ramp-up, up to `micro_batches`."""
     evaluate_every: int = 0
-    """Number of iterations between evaluations; there is one after the last iteration, too. 0: none."""
+    """Number of iterations between evaluations, with another evaluation after the last iteration; 0 for none."""
     shared: bool = False
-    """Whether workers share their machines' processors."""
+    """Whether workers share the CPUs of their node."""
     unfit: float = 0.0
-    """Probability of a bad probe result; half as often a probe fails, or is not answered."""
+    """Probability that a probe finds its device slow; with half of this probability, a probe fails or is not
+    answered."""
     noise: float = 0.0
-    """Probability that a healthy device looks slow in a probe while others train on the same machine."""
+    """Probability that a healthy device looks slow in a probe while other workers train on the same node."""
 
     @property
     def batch_sizes(self) -> BatchSizes:
@@ -161,8 +163,8 @@ class Scenario:
 
     @property
     def foresight(self) -> dict[str, Any]:
-        """Settings of a job that plans ahead and searches for better plans, which requires known memory, here ample; or
-        of one that does neither."""
+        """Settings for planning ahead and searching for better plans, which need a known (here ample) memory; or for
+        neither."""
         if not self.thinks:
             return {"plans_ahead": False, "search_s": 0.0}
         return {"plans_ahead": True, "search_s": 1.0, "memory_bytes": 1 << 40}

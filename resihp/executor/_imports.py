@@ -41,7 +41,7 @@ def compiled_on_gpus(function: Callable[..., Any] | None = None, **options: Any)
     def call(*arguments: Any, **keywords: Any) -> Any:
         nonlocal compiled
         on_gpu = any(isinstance(a, torch.Tensor) and a.is_cuda for a in (*arguments, *keywords.values()))
-        if not on_gpu or torch.compiler.is_compiling():  # in the latter case an outer compilation includes it
+        if not on_gpu or torch.compiler.is_compiling():  # an outer compilation includes the function
             return function(*arguments, **keywords)
         if compiled is None:
             compiled = _compile(function, **options)
@@ -57,17 +57,17 @@ def _no_gpu() -> bool:
 try:
     torch.compile = compiled_on_gpus  # type: ignore[assignment]
     torch.cuda.is_available = _no_gpu
-    _cpp_extension.disabled = True  # it would warn "No CUDA runtime is found", even if there is one
+    _cpp_extension.disabled = True  # otherwise it warns "No CUDA runtime is found"
     import torch.utils.cpp_extension
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about apex and Transformer Engine, which we do not need
+        warnings.simplefilter("ignore")  # warnings about apex and Transformer Engine, which are not used
         import megatron.core.models.common.embeddings.language_model_embedding
         import megatron.core.models.common.embeddings.rotary_pos_embedding
         import megatron.core.models.gpt.gpt_layer_specs
         import megatron.core.transformer.transformer_layer  # noqa: F401
 
-        # Takes half a second, which each process would otherwise spend on its first optimizer, during a transition.
+        # Takes half a second. Otherwise each process imports it for its first optimizer, during a transition.
         import torch._dynamo
         from megatron.core.tensor_parallel import random as megatron_random
 finally:

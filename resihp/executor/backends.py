@@ -296,7 +296,7 @@ class _WorkInProgress:
 
 
 class _NcclLikeCommunicator:
-    """A gloo communicator that behaves like NCCL's."""
+    """A gloo communicator that behaves like one of NCCL."""
 
     def __init__(self) -> None:
         self._gloo: Backend = None
@@ -341,7 +341,7 @@ class _NcclLikeCommunicator:
         try:
             work = begin()
         except RuntimeError:
-            work = None  # the failure shows only when somebody waits for the work
+            work = None  # a failure is reported only by a wait for the work
         nccl_like = _NcclLikeWork(work, written, self._in_progress)
         self._in_progress.add(nccl_like)
         if options and getattr(options[0], "asyncOp", True) is False:

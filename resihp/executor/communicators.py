@@ -96,7 +96,7 @@ class Communicators:
                 self._channels = self._connected(self._meeting_joined)
                 self._connecting.clear()
         except CommunicatorError:
-            self.check_awake()  # if woken, that is the better reason
+            self.check_awake()  # the reason of a wake-up explains more
             raise
         with self._guard:
             self._ours = _tcp_sockets() - self._before if self._back_end.has_sockets else set()
@@ -285,7 +285,7 @@ class _ChannelBuilder:
                 self._channels[name] = channel
                 self.made += 1
                 return True
-        channel.detach()  # the channel holds its store, which the back end may use until its end
+        channel.detach()  # the back end may use the channel's store until it is destroyed
         return False
 
     def abandon(self) -> None:
@@ -315,7 +315,7 @@ def _release_channels(
     (`Transfer.wait`). Such a back end is left alone until gloo's own timeout ends it. No other code may hold a
     reference to a back end: otherwise the garbage collector might destroy it, and block, in any thread at any time.
     """
-    stores = [channel.store for channel in channels.values()]  # back ends may use them until their end
+    stores = [channel.store for channel in channels.values()]  # back ends may use their stores until they are destroyed
     going = [channel.detach() for channel in channels.values()]
     if connecting is not None:
         going += [connecting.pop(name) for name in list(connecting)]

@@ -28,7 +28,7 @@ HONOURED_FIELDS = frozenset(
         *("add_bias_linear", "add_qkv_bias", "gated_linear_unit", "activation_func", "activation_func_clamp_value"),
         *("glu_linear_offset", "normalization", "layernorm_epsilon", "rotary_interleaved", "softmax_scale"),
         *("bias_activation_fusion", "bias_dropout_fusion", "deterministic_mode", "qk_layernorm"),
-        # the tokens that a token attends to, carried out by `compute.attention`
+        # the attention window, implemented in `compute.attention`
         *("window_size", "window_attn_skip_freq"),
         # initialisation
         *("init_method", "output_layer_init_method", "embedding_init_method"),
@@ -105,7 +105,7 @@ Layers = Literal["local", "transformer_engine"]
 _INERT: dict[str, tuple[Any, ...]] = {
     "hidden_dropout": (0.0,),
     "attention_dropout": (0.0,),
-    "transformer_impl": ("local", "transformer_engine"),  # the latter is megatron's default, so not always a choice
+    "transformer_impl": ("local", "transformer_engine"),  # megatron's default is the latter: users may not have set it
 }
 """Values without effect of fields for which megatron's default is not the only such value."""
 
@@ -216,7 +216,7 @@ def _invalid_windows(config: TransformerConfig) -> list[tuple[str, Any, Any]]:
 
 
 def describe(value: Any) -> Any:
-    """Return a configuration value as plain text and numbers, equal in every process for equal settings."""
+    """Return a configuration value as plain text and numbers. Equal settings give equal results in every process."""
     if isinstance(value, partial):
         return [describe(value.func), describe(value.args), {k: describe(v) for k, v in value.keywords.items()}]
     if isinstance(value, list | tuple):
@@ -237,7 +237,7 @@ def _inert_config() -> TransformerConfig:
 
 def _default(field: dataclasses.Field) -> Any:
     inert = _inert_config()
-    if hasattr(inert, field.name):  # the value that megatron itself derives from defaults
+    if hasattr(inert, field.name):  # megatron derives some values from the defaults of other fields
         return getattr(inert, field.name)
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 

@@ -82,8 +82,7 @@ def own_device(gpus: int) -> torch.device:
         raise ModelError(f"device {local}: {count_of(gpus, 'GPU')} visible here; {hint}")
     device = torch.device("cuda", local)
     if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
-        # Each plan has tensors of other sizes: without this setting, fragmented free memory is useless to the next
-        # plan.
+        # Tensor sizes differ between plans: without this setting, the next plan cannot use fragmented free memory.
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
     try:
         taken_bytes, total_bytes = _released(device, shared)
@@ -126,7 +125,7 @@ def bind_near(device: torch.device, pci_devices: Path = PCI_DEVICES) -> None:
     The binding only narrows the CPUs that the process may already use: if Slurm or the user has bound it to other CPUs,
     nothing changes. Does nothing if the kernel does not report the GPU's CPUs.
     """
-    properties: Any = torch.cuda.get_device_properties(device)  # its stubs lack the PCI address
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the PCI address
     with suppress(AttributeError, OSError, ValueError):
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         near = _processors((pci_devices / address / "local_cpulist").read_text()) & os.sched_getaffinity(0)

@@ -54,7 +54,7 @@ from resihp.protocol.messages import MeetingId, StepOutcome
 from resihp.scheduler.cost import device_memory, memory
 
 MEETING_TIMEOUT_S = 10.0
-"""Time limit of ranks that wait for each other to measure their links."""
+"""Seconds for which ranks wait for each other in a link probe."""
 
 WARM_UP_TOKENS = (32, 64)
 """Numbers of tokens with which a layer is run before a rank joins a job."""
@@ -243,7 +243,7 @@ class Engine:
         assert self._communicators is None, "disconnect first"
         self.prepare(plan, rank)
         if base is not None and self.acknowledged == base.epoch:
-            self.begin(base.epoch)  # the plan that this rank acknowledged did take effect; its order did not arrive
+            self.begin(base.epoch)  # the acknowledged plan took effect, but `Begin` did not arrive here
         if base is None or rank not in base.survivors:
             self.state = None
         self.plan, self.rank = plan, rank
@@ -287,7 +287,7 @@ class Engine:
             return
         self._back_end.free_cached_memory()
         try:
-            if called_off():  # before there was a communicator to wake
+            if called_off():  # `wake` may have been called before there was a communicator
                 raise CommunicatorError(f"epoch {plan.epoch}: called off")
             communicators.open(rendezvous)
         except BaseException:
@@ -315,7 +315,7 @@ class Engine:
             meeting, rank, memberships, MEETING_TIMEOUT_S, self._back_end, patience_s=patience_s, wires=self.wires
         )
         try:
-            if called_off():  # before there was a communicator to wake
+            if called_off():  # `wake` may have been called before there was a communicator
                 raise CommunicatorError(f"{meeting}: called off")
             communicators.open(rendezvous)
             yield communicators

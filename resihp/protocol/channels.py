@@ -55,7 +55,7 @@ class LocalChannel:
             if descriptors:
                 sent = socket.send_fds(self._sock, [frame], list(descriptors))
                 frame = frame[sent:]
-            if frame:  # a peer that has all of it may have closed its end already
+            if frame:  # after receiving the whole frame, the peer may have closed its end
                 self._sock.sendall(frame)
 
     def recv(self, receives: Any) -> Any:

@@ -231,7 +231,7 @@ class AgentClient:
             patience_s = next_beat - time.monotonic()
             if patience_s <= 0:
                 beat = self._beat()
-                if self._outbox.empty():  # an agent that does not take reports gets no heartbeats on top
+                if self._outbox.empty():  # no heartbeats while the agent does not accept reports
                     self.send(beat)
                 next_beat = time.monotonic() + BEAT_S
                 continue
@@ -249,7 +249,7 @@ class AgentClient:
             elif isinstance(order, m.Halt) and order.at_once:
                 if self._deaf:
                     end_by(signal.SIGTERM)
-                continue  # else the agent's own signal triggers the script's handler
+                continue  # otherwise the script handles the signal that the agent sends as well
             elif isinstance(order, m.Published):
                 if (attendance := self._attended.get(order.meeting)) is not None:
                     attendance.hear(order.said)

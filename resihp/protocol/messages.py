@@ -114,8 +114,8 @@ class Publish(Message, frozen=True, kw_only=True):
 
 
 class Published(Message, frozen=True, kw_only=True):
-    """Deliver published values: to an agent those to which its workers have subscribed, to a worker those to which it
-    has subscribed."""
+    """Deliver published values to a subscriber. An agent gets the values to which any of its workers has subscribed; a
+    worker gets the values to which it has subscribed itself."""
 
     meeting: MeetingId
     said: tuple[Said, ...]

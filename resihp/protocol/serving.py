@@ -142,5 +142,5 @@ async def serve(
             channel.close()
 
     server = await asyncio.start_server(connected, sock=listener, backlog=ACCEPTED_AT_ONCE)
-    listener.listen(LISTEN_BACKLOG)  # asyncio has set it to the number it accepts at once
+    listener.listen(LISTEN_BACKLOG)  # asyncio has set the backlog to ACCEPTED_AT_ONCE
     return server

@@ -115,7 +115,7 @@ def _send_order(world: World, action: api.Order) -> None:
     if isinstance(action.order, m.Park) and action.order.after_iteration:
         name = "pause"
     if name is not None and world.network.sent and world.rng.random() < 3 * world.scenario.duplicates:
-        for node, event in world.rng.choices(world.network.sent, k=5):  # old answers confuse when a new one is awaited
+        for node, event in world.rng.choices(world.network.sent, k=5):  # old answers may be mistaken for new ones
             world.at(world.rng.uniform(0.0, 0.1), world.network.repeat_up, node, event)
     if name is not None:
         world.disturbances.happens(name, action.ranks[world.rng.randrange(len(action.ranks))])

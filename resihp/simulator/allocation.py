@@ -227,10 +227,10 @@ class Allocation:
     def _check_arrival(self, entry: NodeJoined) -> None:
         """Check a node that joins: of the right kind of hardware, and, if there is a plan, either late or requested."""
         expect(entry.hardware != "B", f"{entry}, which is of another kind")
-        if entry.node in self.lost and entry.node not in self.guests:  # it came late
+        if entry.node in self.lost and entry.node not in self.guests:  # the node was lost and has joined late
             expect(entry.node not in self.released, f"{entry}, which was given back")
             self.lost.remove(entry.node)
-            for counts in (self.tries, self.refusals):  # it may be lost and given back once more
+            for counts in (self.tries, self.refusals):  # the node may be lost and released once more
                 counts.pop(entry.node, None)
             return
         if self.world.rules.plan is not None:

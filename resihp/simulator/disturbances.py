@@ -49,7 +49,7 @@ class Disturbances:
         """Cause a disturbance. `concerned` is the rank of its trigger, used if the disturbance names no rank."""
         world = self.world
         rank = concerned if disturbance.rank is None else disturbance.rank
-        if rank not in world.workers:  # nodes were left out, see `number_ranks`
+        if rank not in world.workers:  # nodes were left out (`number_ranks`)
             rank = min(world.workers)
         worker = world.workers[rank]
         node, seconds = worker.node, disturbance.seconds

@@ -58,7 +58,7 @@ class Rules:
         self.refused: set[int] = set()
         """Epochs of plans that a rank refused."""
         self.objected = 0
-        """Number of refusals since the last plan took effect."""
+        """Number of refused plans since the last plan took effect."""
         self.turned_away: set[int] = set()
         self.declared_at: dict[int, int] = {}
         """Newcomers that are ready to join, with the number of iterations committed at that time."""
@@ -106,7 +106,7 @@ class Rules:
         self.last_order.clear()
         self.reported = self.committed  # reports to the previous supervisor that are not in the journal are lost
         epochs = [0, *self.plans, *(node.epoch for node in self.world.nodes.values())]
-        self.highest_epoch = max(epochs)  # an epoch that no node was told of never existed
+        self.highest_epoch = max(epochs)  # an epoch that reached no node may be used again
         wait_anew(self, self.set_aside)
 
     def begin(self) -> None:

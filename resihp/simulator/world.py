@@ -210,7 +210,7 @@ class World:
         for rank in unstarted:
             if rank in self.rules.turned_away:
                 continue
-            self.workers[rank].alive = False  # the order to start it is lost
+            self.workers[rank].alive = False  # the order to start this worker is lost
             self.workers[rank].node.ranks.remove(rank)
             del self.workers[rank]
             self.rules.known_dead.discard(rank)

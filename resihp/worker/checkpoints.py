@@ -219,7 +219,7 @@ def prune(root: Path, keep: int) -> None:
         try:
             read_manifest(folder)
         except CheckpointError:
-            if complete:  # An incomplete folder newer than all complete ones is being written right now.
+            if complete:  # An incomplete folder newer than all complete ones may still be being written.
                 shutil.rmtree(folder, ignore_errors=True)
             continue
         complete.append(folder)

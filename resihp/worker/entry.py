@@ -40,7 +40,7 @@ def become(
     environment: Mapping[str, str],
     agent_fd: int,
 ) -> int:
-    """Run the program to its end and return its exit status. A `command` replaces the process, so this does not
+    """Run the program to its end and return its exit status. A `command` replaces the process: the function does not
     return."""
     threads = os.environ.get("OMP_NUM_THREADS")
     os.environ.clear()
@@ -66,7 +66,7 @@ def become(
         uncaught: BaseException | None = error
     else:
         uncaught = None
-    # The exception is no longer being handled here; otherwise an exception of its hook would be chained to it.
+    # Outside of the `except` block, so that an exception raised by sys.excepthook is not chained to this one.
     return 0 if uncaught is None else _fail(uncaught)
 
 
@@ -165,7 +165,7 @@ def _status(error: SystemExit) -> int:
         return 0
     if isinstance(error.code, int):
         return error.code & 0xFF if -(1 << 63) <= error.code < 1 << 63 else OVERFLOW_STATUS
-    with suppress(Exception):  # standard error may be closed, or an object of the script's: python ignores errors here
+    with suppress(Exception):  # the script may have closed or replaced standard error: python ignores errors here
         print(error.code, file=sys.stderr or sys.__stderr__, flush=True)
     return 1
 
@@ -185,9 +185,9 @@ def _fail(error: BaseException) -> int:
     """
     trace = error.__traceback__ = _own_frames(error.__traceback__)
     _report(error)
-    with suppress(Exception):  # standard output may be full, closed, or an object of the script's
+    with suppress(Exception):  # standard output may be full, closed, or replaced by the script
         sys.stdout.flush()
-    # These keep the objects in the exception's frames alive until the interpreter shuts down, like those of `__main__`.
+    # These variables keep objects in the exception's frames alive until the interpreter shuts down, as python does.
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     try:
         sys.excepthook(type(error), error, trace)

@@ -66,4 +66,4 @@ def _flush_files() -> None:
 
 
 atexit.register(_leave)
-"""In a fork server's workers this runs last of all handlers: no module that registers one was imported earlier."""
+"""In workers of a fork server this handler runs last, since no module imported before registers one."""

@@ -135,7 +135,7 @@ def causal_options(
     parameters = inspect.signature(varlen_attn).parameters
     if window >= 0 and "window_size" not in parameters:
         raise ModelError(f"transformer config: window_size on GPUs needs torch 2.11; this is {torch.__version__}")
-    # `window` tokens before, none after
+    # `window` earlier tokens, no later ones
     options: dict[str, Any] = {"window_size": (window, 0)} if "window_size" in parameters else {"is_causal": True}
     if "scale" in parameters:
         options["scale"] = scale

@@ -129,7 +129,7 @@ class DeviceWaits:
                 if wait.after is None or not wait.after.query():
                     return wait.before.query()
         except RuntimeError:
-            return False  # a failing device keeps others waiting
+            return False  # a failing device makes its peers wait; it is not waiting itself
         return False
 
 

@@ -266,7 +266,7 @@ class Interpreter:
     def _take(self, key: _Key) -> Tensor:
         """Wait for the input of a chunk from the previous stage, or for its gradient from the next stage, and return it
         whole."""
-        if key in self._produced:  # this same stage is the neighbour
+        if key in self._produced:  # the neighbour on the path is this stage as well
             return self._produced.pop(key)
         arrival = self._arriving.pop(key)
         whole = arrival.part
@@ -293,7 +293,7 @@ class Interpreter:
         with guarded("gradient reduction"):
             self._summing.append((channel.allreduce([flat]), flat, views))
         if len(self._summing) == 1:
-            self._enter("reduce")  # at the first bucket, while others are still to come
+            self._enter("reduce")  # at the first bucket; others may follow
 
     def _finish(self) -> None:
         """Wait for all outstanding work, and copy sums back to the gradients that were copied out."""
@@ -323,7 +323,7 @@ def reports_loss(state: State) -> bool:
 
 
 def computed_micro_batches(program: Program, state: State) -> list[int]:
-    """Return the micro-batches whose loss a rank computes, migrated ones included."""
+    """Return the micro-batches for which this rank computes the loss, including those that began on another replica."""
     final = len(state.holding.chunks) - 1
     return [
         i.primitive.micro_batch
@@ -334,7 +334,8 @@ def computed_micro_batches(program: Program, state: State) -> list[int]:
 
 @contextmanager
 def timed(state: State, it: Iteration, stopwatch: Stopwatch) -> Iterator[None]:
-    """Bind the stage's own group during an iteration's computation, and measure the waits for its collectives."""
+    """Bind the stage's tensor-parallel group to its communicator for the duration of the block, and measure waits in
+    it."""
     group = state.stage.tp_group
     group.bind(it.communicators.find(it.prepared.tensor_group(*it.place)))
     group.on_start = stopwatch.collective

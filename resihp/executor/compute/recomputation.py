@@ -35,10 +35,10 @@ def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def spans(config: TransformerConfig, layers: int) -> tuple[tuple[int, int, bool], ...]:
-    """Return (start, stop, whether recomputed as a unit) for the runs of layers in a chunk of `layers` layers.
+    """Return (start, stop, whether recomputed as a unit) of each run of layers in a chunk with `layers` layers.
 
-    "uniform" recomputes runs of `recompute_num_layers`, the last one possibly shorter; "block" recomputes the first
-    `recompute_num_layers` layers of the chunk, one by one.
+    "uniform" recomputes runs of `recompute_num_layers` layers; the last run may be shorter. "block" recomputes the
+    first `recompute_num_layers` layers of the chunk, one by one.
     """
     if config.recompute_granularity != "full":
         return ((0, layers, False),)

@@ -112,7 +112,7 @@ class StageModule(nn.Module):
         """Rotary angles of all positions in float32; None for learned positions. Moved to the device with the first
         micro-batch."""
         if position_embedding == "rope":
-            with torch.device("cpu"):  # has values even in a stage that is built on the meta device
+            with torch.device("cpu"):  # the angles need values, even if the stage is built on the meta device
                 self._rotation = rotary.angles(local, model.sequence)
 
     def forward(self, chunk: int, lengths: tuple[int, ...], inputs: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -315,7 +315,7 @@ def _for_stage(config: TransformerConfig, sequence_parallel: bool) -> Transforme
     local.use_cpu_initialization = True
     local.sequence_parallel = sequence_parallel
     local.recompute_granularity = local.recompute_method = local.recompute_num_layers = None
-    # This switch makes megatron-core's MLP call the activation that it is given, Transformer Engine's or another.
+    # This switch makes megatron-core's MLP call any activation module it is given, not only Transformer Engine's.
     local.use_te_activation_func = local.gated_linear_unit and not local.bias_activation_fusion
     return local
 

@@ -135,7 +135,7 @@ class CudaStopwatch(Stopwatch):
     def collective(self) -> None:
         speed = self._speed()
         if speed < 1.0 and self._open is not None:
-            done = self._mark()  # readable only once it has happened: this serialises, as a slow device would
+            done = self._mark()  # an event can be read only after it has happened: this serialises work
             done.synchronize()
             time.sleep(self._open.elapsed_time(done) / 1e3 * (1.0 / speed - 1.0))
             self.waits()

@@ -118,7 +118,7 @@ def draw(spec: ParameterSpec, config: TransformerConfig, seed: int, model: Model
         if "generator" in inspect.signature(method).parameters:
             method(drawn, generator=torch.Generator().manual_seed(own_seed))  # type: ignore[call-arg]
             return whole
-        # An init method of the user's that takes no generator uses the global one, seeded for it, for the same numbers.
+        # A user's init method without a `generator` argument uses the global one, seeded here to give equal values.
         with _global_generator, torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(own_seed)
             method(drawn)

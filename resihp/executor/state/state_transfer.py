@@ -122,7 +122,8 @@ def _chunks(move: Move, state: State, specs: Mapping[str, ParameterSpec]) -> Ite
 
 
 def _cut(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield pieces of at most `CHUNK_BYTES`, cut along the longest axis; equal at both ends, because the shape is."""
+    """Yield pieces of at most `CHUNK_BYTES`, cut along the longest axis. Both ends know the shape, so their pieces are
+    equal."""
     if tensor.nbytes <= CHUNK_BYTES:
         yield tensor
         return

@@ -73,7 +73,7 @@ class SupervisedWorker:
         client.arm(self._absent)
         if client.start.joins:
             probe.examine(engine.device)
-            engine.warm()  # before other ranks wait for it
+            engine.warm()  # now, since later other ranks would wait for this rank
         client.declare(
             m.Declare(
                 model=engine.model,
@@ -135,12 +135,12 @@ class SupervisedWorker:
         try:
             self.enter("park")
         except CommunicatorError:
-            return  # overtaken by a newer epoch, whose order to park is next in the queue
+            return  # superseded: an order to park for a newer epoch is next in the queue
         self._client.send(
             m.Parked(
                 epoch=park.epoch,
                 holds=engine.holds,
-                stepped=max(engine.stepped, self._resume_from),  # a checkpoint not yet loaded can still be loaded
+                stepped=max(engine.stepped, self._resume_from),  # this rank can still load the checkpoint
                 outcome=self._outcome,
                 ready=engine.ready == engine.stepped + 1,
             )
@@ -150,7 +150,7 @@ class SupervisedWorker:
         """Build the new plan's state and communicators beside the present ones, move state, and answer with `Ready`."""
         proposal, client, engine = self._proposal, self._client, self._engine
         if proposal is None or proposal.plan.epoch != go.epoch or client.park_asked(go.epoch):
-            return  # overtaken by a newer epoch, whose order to park is next in the queue
+            return  # superseded: an order to park for a newer epoch is next in the queue
         plan = self._plan = proposal.plan
         self._held = {epoch: old for epoch, old in self._held.items() if epoch in engine.holds} | {plan.epoch: plan}
         client.epoch, client.iteration = go.epoch, go.next_iteration
@@ -266,7 +266,7 @@ class SupervisedWorker:
             self._measure_links(plan, outcome)
             self._saver.after_step(plan, iteration, outcome)
             if outcome.pause and iteration < self._iterations:
-                return  # all ranks do; the order to park has arrived or is on its way
+                return  # all ranks pause; the order to park has arrived or is in flight
         client.iteration = self._iterations + 1
         self._evaluate(plan, self._iterations)
         client.activity = "idle"

@@ -51,7 +51,7 @@ def check_never_began(rules: Rules, end: api.End) -> None:
     hopeless = scenario.planner == "real" and "no layout fits" in end.reason
     hopeless = hopeless or scenario.planner_trouble > 0 or "no agent reconnected" in end.reason
     whole = rules.world.scenario.nodes * rules.world.scenario.gpus_per_node
-    unfit = end.exit_code == 2 and healthy == whole  # no device is missing: the request cannot be met
+    unfit = end.exit_code == 2 and healthy == whole  # no device is missing, but no layout meets the request
     if wide or hopeless or unfit or (end.exit_code == 93 and is_script_broken(rules)):
         return
     least = rules.world.settings.devices_least

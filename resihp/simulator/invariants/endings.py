@@ -44,7 +44,7 @@ def check_last_entry(rules: Rules, end: api.End) -> None:
 
 
 def check_exit_code(rules: Rules, end: api.End) -> None:
-    """Check that the exit code is the right one for the course of the job."""
+    """Check that the exit code fits the course of the job."""
     scenario, code = rules.world.scenario, end.exit_code
     if code == 2:
         unwilling = (scenario.objects, scenario.other_digest) != (None, None)

@@ -47,7 +47,7 @@ def check_newcomers(rules: Rules) -> None:
     if scenario.slow or scenario.planner_trouble or scenario.checker_trouble:
         return  # a change that is not worth an interruption waits
     if job.reconsider and job.reconsider_at > rules.world.now:
-        return  # the pending question covers all ready ranks, regardless of its occasion
+        return  # the change to be reconsidered covers all ready ranks
     better = next_plan.best_while_running(job).plan
     unused = better.computing == rules.in_effect.computing
     expect(unused, f"ranks {sorted(idle)} have no work, though {better.layout} has some for them")

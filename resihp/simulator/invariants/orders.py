@@ -76,7 +76,7 @@ def check_park(rules: Rules, ranks: tuple[int, ...], order: m.Park) -> None:
     epoch, step = step_of(order)
     urged = step == PARK_STEP and all(rules.last_order.get(rank) == (epoch, PAUSE_STEP) for rank in ranks)
     rules.hurried = set(ranks) if urged else set()
-    if rules.world.takeovers:  # nodes that heard of a later epoch may have been left out by now
+    if rules.world.takeovers:  # nodes that received a later epoch may have been dropped since
         joined = [node.epoch for node in rules.world.nodes.values() if node.joined and not node.dropped]
         rules.highest_epoch = min(rules.highest_epoch, max([0, *rules.plans, *joined]))
     expect(epoch > rules.highest_epoch or urged, f"park for epoch {epoch} after epoch {rules.highest_epoch}")
@@ -149,7 +149,7 @@ def check_base(rules: Rules, propose: m.Propose) -> None:
         expect(base.epoch in worker.held, f"survivor {rank} holds {list(worker.held)}, base is {base.epoch}")
     named = {rank: node for rank, node in propose.nodes.items() if node}
     truth = {rank: worker.node.name for rank, worker in rules.world.workers.items()}
-    if rules.world.takeovers:  # some ranks vanished with a supervisor, but their numbers are taken
+    if rules.world.takeovers:  # some ranks were lost with a supervisor, but their numbers stay in use
         truth = {rank: place.node for rank, place in enumerate(rules.world.record.placements)} | truth
     expect(named == truth, f"names other nodes: {named.items() ^ truth.items()}")
 
@@ -209,7 +209,7 @@ def check_interruption(rules: Rules, ranks: tuple[int, ...], plan: Plan) -> None
         return
     _, last_step = rules.last_order.get(ranks[0], (0, PAUSE_STEP))
     if last_step == PAUSE_STEP:
-        return  # hurried, after a request to stop between two iterations
+        return  # an order to park after the iteration becomes an order to park at once
     loud = any(not world.workers[rank].alive for rank in {*active, *rules.taking_part})
     quiet_s = world.now - max(world.workers[rank].progress_at for rank in active)
     expect(loud or quiet_s >= 15.0 - TOLERANCE_S, f"parks all ranks without cause, progress {quiet_s:.1f} s ago")

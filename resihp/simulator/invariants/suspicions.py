@@ -56,7 +56,7 @@ def check_silence(rules: Rules, entry: Suspected) -> None:
 
 
 def check_slow(entry: Suspected, before: list[Suspected]) -> None:
-    """Check that at most one suspicion of slowness is open at a time. `before`: those logged earlier."""
+    """Check that at most one suspicion of slowness is open at a time. `before` has the suspicions logged earlier."""
     if all(earlier.suspicion != entry.suspicion for earlier in before):
         at_once = ("dropped", "passed", "unconfirmed", "fine")
         expect(not entry.cleared or entry.outcome in at_once, f"{entry} was never examined")
@@ -66,7 +66,8 @@ def check_slow(entry: Suspected, before: list[Suspected]) -> None:
 
 
 def check_blame(rules: Rules, failure: FailureFound) -> None:
-    """Check, after the whole answer, that ranks named in a failure are dead or fenced, or that a transfer broke."""
+    """Check, after the controller's complete answer, that the ranks in a failure are dead or fenced, or that a transfer
+    broke."""
     if failure.kind == "fail-slow":
         expect(suspects_slow(rules, failure), f"{failure} without a suspicion")
         return
@@ -95,7 +96,7 @@ def check_blame(rules: Rules, failure: FailureFound) -> None:
 
 
 def suspects_slow(rules: Rules, verdict: FailureFound) -> bool:
-    """Return whether a suspicion that included the slow ranks, or no ranks, was confirmed just before."""
+    """Return whether the job has just confirmed a suspicion that named the slow ranks, or no ranks."""
     for entry in reversed(entries_before(rules, verdict)):
         match entry:
             case FailureFound(kind="fail-slow") | FailureEnded():

@@ -34,7 +34,7 @@ class Agents:
         if world.leaderless:
             world.at(0.5, self.join, node)
             return
-        if node.joined:  # with another supervisor in the meantime
+        if node.joined:  # it has joined another supervisor meanwhile
             return
         node.arrived = node.joined = True
         self.connect(node)

@@ -36,7 +36,7 @@ class Collectives:
     def __init__(self, world: World) -> None:
         self.world = world
         self.pauses: set[tuple[int, int]] = set()
-        """(epoch, iteration) after which all ranks stop."""
+        """(epoch, iteration) of each iteration after which all ranks stop."""
         self.meetings: dict[tuple[Any, ...], Meeting] = {}
         self.cursed: set[tuple[str, int]] = set()
         """(kind, epoch) of collectives that never complete."""
@@ -118,7 +118,7 @@ class Collectives:
             if dead.rank not in self.members(peer.waits, dead.plan):
                 continue
             if meeting.over:
-                if self.world.rng.random() < 0.4:  # this rank's part of it was not finished
+                if self.world.rng.random() < 0.4:  # this rank had not finished its part of the collective
                     peer.generation += 1
                     self.report_broken(peer, "connection closed by peer")
             elif dead.rank not in meeting.come:
@@ -149,7 +149,7 @@ class Collectives:
                 clip=1.0,
                 skip=False,
                 learning_rate=1e-3,
-                gradient_norm=1.0 + plan.epoch * 1e-9,  # rounding differs between layouts: mixed outcomes show
+                gradient_norm=1.0 + plan.epoch * 1e-9,  # differs between epochs, so that rules detect mixed outcomes
                 loss=10.0 / iteration,
                 tokens=64 * len(samples),
                 sum_squared_lengths=4096 * len(samples),

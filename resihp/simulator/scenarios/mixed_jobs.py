@@ -30,7 +30,7 @@ def draw_ramped(seed: int) -> Scenario:
         draw_hindered,
     )
     base = rng.choice(kinds)(seed)
-    most = base.nodes * base.gpus_per_node  # as many replicas as there can be
+    most = base.nodes * base.gpus_per_node  # the largest possible number of replicas
     last = rng.choice([1, 2, 3, base.iterations])
     firsts = sorted({1, *(rng.randint(2, base.iterations + 1) for _ in range(last))})
     counts = sorted(rng.sample(range(most, most + 3 * len(firsts)), len(firsts)))

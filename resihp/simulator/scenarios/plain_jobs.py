@@ -124,7 +124,8 @@ def _draw_faults(rng: random.Random, nodes: int, ranks: int, iterations: int) ->
 
 
 def draw_stormy(seed: int) -> Scenario:
-    """Draw a longer job with the disturbances of four, many duplicate messages, and leaks."""
+    """Draw a longer job with several more disturbances than a plain job, many duplicate messages, and late messages of
+    dropped nodes."""
     base = draw_plain(seed)
     rng = random.Random(seed)
     ranks = base.nodes * base.gpus_per_node
@@ -201,7 +202,7 @@ def draw_disturbance(rng: random.Random, length_s: float, ranks: int, iterations
         Disturbance(kind, trigger, nth, delay + rng.choice([0.0, 0.05]), rng.randrange(ranks), seconds, status)
         for _ in range(several - 1)
     ]
-    if kind == "vanish" and rng.random() < 0.5:  # first silent, while it still computes
+    if kind == "vanish" and rng.random() < 0.5:  # the connection is silent first, while the node still computes
         before = rng.uniform(0.0, 8.0)
         others.append(Disturbance("silent", trigger, nth, delay, rank))
         first = dataclasses.replace(first, delay=delay + before)

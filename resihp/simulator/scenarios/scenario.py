@@ -22,26 +22,26 @@ MODEL = ModelSpec(layers=6, hidden=32, heads=4, kv_groups=2, ffn_hidden=64, voca
 DisturbanceKind = Literal[
     "kill",  # the worker dies (status -9, or `status`)
     "node",  # agent and workers of the worker's node die at once
-    "agent",  # the agent dies and its workers with it; some of their exits are still reported
-    "vanish",  # like `node`, but unnoticed: the connection just carries nothing any more
-    "silent",  # the control connection carries nothing for `seconds`, then all of it
+    "agent",  # the agent and its workers die; some exits of workers are still reported
+    "vanish",  # like `node`, but the connection stays open and carries nothing any more
+    "silent",  # the control connection carries nothing for `seconds`, then delivers everything
     "blackout",  # agent and workers of the node freeze for `seconds`
     "stop",  # the worker is in state T for `seconds`
-    "mute",  # the interpreter is blocked for `seconds`: no beats of the worker's own, state R
-    "hang",  # the worker is stuck in user code for `seconds`; its beat thread goes on
-    "broken",  # a transfer of the running epoch fails on this rank; all processes stay alive
+    "mute",  # the interpreter is blocked for `seconds`: no heartbeats of the worker, state R
+    "hang",  # the worker is stuck in user code for `seconds`; it still sends heartbeats
+    "broken",  # a transfer of the epoch in effect fails on this rank; all processes stay alive
     "forget",  # the worker loses its state when it parks next
-    "deadlock",  # a collective of the running epoch never completes, unreported
+    "deadlock",  # no collective of the epoch in effect completes, and no error is reported
     "reconnect",  # the agent reconnects
     "raise",  # the user's code raises on this rank
-    "raise_all",  # ... and on all the others in the same place
+    "raise_all",  # the user's code raises the same error on all ranks
     "raise_node",  # all ranks of the node raise the same error before they declare
     "signal",  # the supervisor receives `status`
     "cancel",  # all agents, their workers and maybe the supervisor receive `status` (stopping.py)
     "told",  # the node's agent and its workers receive `status`; the node dies after `seconds`
-    "inject",  # an operator asks for a kill
+    "inject",  # an operator requests an injected fault
     "checkpoint",  # an operator asks for a checkpoint now
-    "drained",  # an administrator drains the node, and undoes that after `seconds`
+    "drained",  # an administrator drains the node, and resumes it after `seconds`
     "supervisor",  # the supervisor dies; another takes over after `seconds`
 ]
 
@@ -86,7 +86,7 @@ class Scenario:
     disturbances: tuple[Disturbance, ...] = ()
     latency_s: float = 0.02
     duplicates: float = 0.0
-    """Probability that a worker's message is delivered twice, sometimes epochs later."""
+    """Probability that a worker's message is delivered twice; the second time may be epochs later."""
     leaks: bool = False
     """Whether messages that a node sent before it was dropped may still be delivered."""
     breaks_loudly: float = 1.0
@@ -98,7 +98,8 @@ class Scenario:
     refuses: int | None = None
     objects: int | None = None
     other_digest: int | None = None
-    """The rank that declares another model, refuses to start, objects to plans, or computes another digest of them."""
+    """Each of these four fields is a rank or None. The rank declares another model (`odd_declare`), refuses to start
+    (`refuses`), objects to plans (`objects`), or computes a different digest of plans (`other_digest`)."""
     agrees_up_to: int = 0
     """Last epoch in which no rank objects."""
     objections: int = 99
@@ -114,7 +115,8 @@ class Scenario:
     """Whether plans are made ahead, and better plans are searched for."""
     planner_trouble: float = 0.0
     checker_trouble: float = 0.0
-    """Probabilities that the planner finds no plan, and that the checker refuses it."""
+    """Probabilities that the planner finds no plan (`planner_trouble`), and that the checker refuses a plan
+    (`checker_trouble`)."""
     early_exit: int | None = None
     meaning: Literal["time-limit", "cancelled", "preempted", "unknown"] | None = "cancelled"
     """Reason for stopping the job as reported by Slurm; None if Slurm does not answer."""
@@ -127,7 +129,7 @@ class Scenario:
     may_requeue: bool = False
     restarts_left: int = 0
     slurm: bool = False
-    """Whether the job runs in an allocation (allocation.py); the batch script runs on `batch_node`."""
+    """Whether the job runs in a Slurm allocation (allocation.py). The batch script runs on node `batch_node`."""
     batch_node: str = ""
     drains: int = 0
     died_before: tuple[str, ...] = ()
@@ -140,7 +142,7 @@ class Scenario:
     spawns: tuple[tuple[str, Literal["hang", "refused"]], ...] = ()
     """Nodes on which no process can be started at the beginning: the start hangs, or is refused."""
     examine: bool = False
-    """Whether devices and links are measured before they are used."""
+    """Whether devices and links are probed before they get work."""
     slow: float = 0.0
     """Probability of a false finding of the detector in an iteration (false_alarms.py)."""
     observes: bool = False

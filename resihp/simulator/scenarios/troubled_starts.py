@@ -1,6 +1,6 @@
 """Jobs that lose nodes or processes before training begins.
 
-It draws the job and its disturbances, and never decides whether the job can still begin. Called by tests and `harness`.
+Draws the job and its disturbances. Never decides whether the job can still begin. Called by tests and `harness`.
 """
 
 from __future__ import annotations
@@ -110,5 +110,5 @@ def draw_hindered(seed: int) -> Scenario:
         examine=rng.random() < 0.3,
         duplicates=0.0,
         leaks=False,
-        limit_s=max(3000.0, 1000.0 + 4 * iterations * base.iteration_s),  # with a quarter of its devices
+        limit_s=max(3000.0, 1000.0 + 4 * iterations * base.iteration_s),  # a quarter of the devices may train
     )

@@ -226,8 +226,11 @@ class Nccl(BackEnd):
         self.connect(dist.HashStore(), 0, 1, timeout, Role(parent=parent, colour=colour)).abort()
 
     def abort(self, communicators: Sequence[Backend], connecting: Sequence[Backend] = ()) -> bool:
-        """Abort each communicator in its own thread, which also releases it. All aborts begin before any is waited for:
-        a communicator that waits for the kernel of another one ends only after the other one."""
+        """Abort each communicator in its own thread, which also releases the communicator.
+
+        All aborts begin before any is waited for: a communicator may wait for a kernel of another communicator, and its
+        abort then ends only after the abort of the other.
+        """
         aborted: list[Backend] = []
 
         def abort(communicator: Backend) -> None:

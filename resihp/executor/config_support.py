@@ -107,7 +107,7 @@ _INERT: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0.0,),
     "transformer_impl": ("local", "transformer_engine"),  # megatron's default is the latter: users may not have set it
 }
-"""Values without effect of fields for which megatron's default is not the only such value."""
+"""Values without effect, for fields in which megatron's default is not the only value without effect."""
 
 
 def refuse_unhonoured(config: TransformerConfig) -> None:
@@ -167,7 +167,7 @@ def refuse_layers(layers: str) -> None:
 
 
 def layers_message(config: TransformerConfig) -> str:
-    """Return a notice for users who may expect Transformer Engine's layers; empty if the configuration asks for local
+    """Return a notice for users that may expect Transformer Engine's layers; empty if the configuration asks for local
     layers."""
     if config.transformer_impl == "local":
         return ""

@@ -124,7 +124,7 @@ class Engine:
         """State under the layout in effect; None on standby."""
         self.next: State | None = None
         """State under the plan in preparation; the same object as `state` if nothing changes. None if this rank has no
-        work in that plan, or if no plan is in preparation."""
+        work under that plan, or if no plan is in preparation."""
         self.acknowledged: int | None = None
         """Epoch of the plan in preparation, once the state in `next` is complete; otherwise None."""
         self._moves: tuple[Move, ...] = ()
@@ -485,10 +485,10 @@ class Engine:
 
     @contextmanager
     def _retry_after_abort(self, iteration: int) -> Iterator[None]:
-        """Handle DatasetError from the last sum, which may contain anything if another rank aborted it.
+        """Handle a DatasetError of the last sum, which may contain anything if another rank aborted it.
 
-        The first time, the error is raised as CommunicatorError, so that the iteration is repeated; if it occurs again
-        in the same iteration, as DatasetError.
+        The first DatasetError of an iteration is raised as CommunicatorError, so that the iteration is repeated. A
+        second one in the repeated iteration is raised as DatasetError.
         """
         try:
             yield

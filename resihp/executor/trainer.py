@@ -1,4 +1,5 @@
-"""The trainer that users call: under an agent it follows the supervisor's plans; without an agent it trains on its own.
+"""The trainer that users call: under an agent it follows the supervisor's plans, otherwise it trains with one fixed
+layout.
 
 Without an agent, this module contains the training loop; under an agent, `supervised.worker` does. `engine.Engine`
 computes an iteration. Never decides about failures. Called by the user's script, as `resihp.Trainer`.
@@ -229,8 +230,8 @@ class _NoObserver:
 
 
 def _torchrun_store(world: int) -> Store:
-    """Return the store of torchrun, or one made from the same environment variables; for a single process, a private
-    store."""
+    """Return the store that torchrun's environment variables describe, also if set by hand; for a single process, a
+    private store."""
     if world == 1:
         return dist.HashStore()
     try:

@@ -21,8 +21,8 @@ PIECES_PER_PARAMETER = 4
 
 @cache
 def outline(model: ModelSpec) -> tuple[ParameterSpec, ...]:
-    """Return two parameters of each layer, one that is cut and one that is not. All others have the same holders as
-    these."""
+    """Return two parameters of each layer, one that is cut and one that is not. The layer's other parameters have the
+    same holders."""
     return tuple(spec for spec in whole_outline(model) if "attention" not in spec.name and "fc2" not in spec.name)
 
 

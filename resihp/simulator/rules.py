@@ -93,7 +93,7 @@ class Rules:
         self.checkpoints: dict[str, set[str]] = {}
         self.exposed: tuple[tuple[int, frozenset[int]], int] | None = None
         """Epoch with state that has only one holder, the ranks that could hold a copy, and the number of iterations
-        committed when this began; None if there is no such state or no such rank."""
+        committed when this began; None if all state has two holders or no rank could hold a copy."""
         self.set_aside: dict[Device, SetAside] = {}
         """Devices on standby because of the result of a probe."""
 

@@ -52,7 +52,7 @@ class Stopping:
         self.operator: int | None = None
         """Signal with which an operator asks the job to end; 0 for `resihp stop`, None without a request."""
         self.at_once: int | None = None
-        """Signal with which an operator asks the job to end without a checkpoint; None without such a request."""
+        """Signal with which an operator asks the job to end without a checkpoint; None if no operator does."""
         self.deadline: float | None = None
         self.written: dict[str, dict[str, int]] = {}
         """Slices in each file of each checkpoint folder, as bits."""

@@ -3,10 +3,10 @@
 Called in the child by `resihp.worker.forkserver`. This module repeats python's own preparations for a script: the
 script's folder first on sys.path, then PYTHONPATH, `sys.argv`, `__main__`. It never wraps or patches the program.
 
-The end of the process is the same as under python, too. Objects in a script's `__main__` live until the interpreter
-shuts down, when other threads no longer run python. If a process group were freed earlier, it would wait for its thread
-while holding the GIL, and the thread would wait for the GIL. So the program runs in a `__main__` of its own, which
-stays in `sys.modules`.
+It also makes the end of the process the same as under python. Objects in a script's `__main__` live until the
+interpreter shuts down, when other threads no longer run python. If a process group were freed earlier, it would wait
+for its thread while holding the GIL, and the thread would wait for the GIL. So the program runs in a `__main__` of its
+own, which stays in `sys.modules`.
 """
 
 from __future__ import annotations

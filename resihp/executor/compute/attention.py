@@ -128,9 +128,9 @@ def causal_options(
     and `scale`; 2.12 has `enable_gqa` as well. Where an option is missing, the tensors [N, heads, width] are changed
     instead.
 
-    2.11 gets fewer groups than heads unchanged: its wrapper does not check the number of heads, and passes the tensors
-    to `_flash_attention_forward` and `_backward`, whose `num_heads_k` may differ from `num_heads` (flash_api.h). 2.12
-    does the same; there `enable_gqa` merely permits it. Read in torch's sources; not run on a GPU.
+    With 2.11, fewer groups than heads need no change: its wrapper does not check the number of heads, and passes the
+    tensors to `_flash_attention_forward` and `_backward`, which allow `num_heads_k` to differ from `num_heads`
+    (flash_api.h). 2.12 does the same; there `enable_gqa` merely permits it. Read in torch's sources; not run on a GPU.
     """
     parameters = inspect.signature(varlen_attn).parameters
     if window >= 0 and "window_size" not in parameters:

@@ -1,15 +1,15 @@
-"""Determines from a rank's device whether the rank waits for its peers, for the rank's heartbeats.
+"""Determines from a rank's device whether the rank waits for its peers. Heartbeats report the answer.
 
 Around each wait for peers, two marks are placed in the device's queue of work. A device between the first and the
-second mark waits for peers. A device before the first mark is busy with its own work. A device after all marks has
-nothing to do, since its host is stuck. In the latter two cases, the rank itself delays its peers
+second mark waits for peers. A device before the first mark is busy with its own work: it delays its peers. A device
+after all marks has nothing to do, since its host is stuck: it delays its peers as well
 (`controller.fail_stop.liveness`).
 
 On a GPU, the host cannot know this: `wait` returns at once, and the host blocks where it next needs a number
-(`float()`, `tolist()`, a copy from ordinary memory). There it blocks in the same way for its own endless kernel as for
-a missing peer. So marks on a GPU are events, two for each wait. This is written from the documentation of CUDA and
-torch and not yet run on a GPU; its cost is not measured. On a CPU, all marked work has already been done. The trainer
-places marks; the thread that sends heartbeats reads them.
+(`float()`, `tolist()`, a copy from ordinary memory), for its own endless kernel in the same way as for a missing peer.
+So marks on a GPU are events, two for each wait. This is written from the documentation of CUDA and torch and not yet
+run on a GPU; its cost is not measured. On a CPU, all marked work has already been done. The trainer places marks; the
+thread that sends heartbeats reads them.
 
 A stuck driver answers no query, which must not block heartbeats or any other thread. So the query runs without the
 interpreter lock, in a thread that can be abandoned (`DeviceWatch`), and heartbeats report for how long the device has

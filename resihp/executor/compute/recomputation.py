@@ -1,9 +1,9 @@
 """Recomputes activations in the backward pass instead of storing them, according to the configuration.
 
 The options have the same meaning as in megatron-core (`TransformerConfig.recompute_*`), applied to the layers of each
-chunk. They use torch's checkpoint function: megatron's saves CUDA's random state, and resihp draws no random numbers in
-a forward pass (dropout is refused). Collectives in recomputed code are repeated in the same order on all ranks of a
-group, since all build the same graph. Called by `stage`.
+chunk. They are implemented with torch's checkpoint function. megatron's own function saves CUDA's random state, which
+is not needed, since resihp draws no random numbers in a forward pass (dropout is refused). Collectives in recomputed
+code are repeated in the same order on all ranks of a group, since all ranks build the same graph. Called by `stage`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The last synchronisation of an iteration, by which all ranks agree on the step, and that of an evaluation.
+"""The last synchronisation of an iteration, by which all ranks agree on the step, and the one of an evaluation.
 
-After the first, every rank knows that gradients are reduced on all ranks, and all ranks have the same `StepOutcome`.
-After the second, every rank knows the loss. Called by the engine; never takes the step.
+After the last synchronisation of an iteration, every rank knows that gradients are reduced on all ranks, and all ranks
+have the same `StepOutcome`. After the synchronisation of an evaluation, every rank knows the loss. Called by the
+engine; never takes the step.
 """
 
 from __future__ import annotations

@@ -96,9 +96,9 @@ def draw(spec: ParameterSpec, config: TransformerConfig, seed: int, model: Model
     """Return the initial value of a whole parameter. It depends only on (seed, name), so it is equal in all layouts.
 
     Follows megatron-core: the configuration's init methods (normal(0, init_method_std), divided by sqrt(2 layers) for
-    projections whose output is added to the residual stream), ones for weights of norms, zeros for biases. Padding rows
-    of the vocabulary are zero, and their number does not affect the other rows. Values are drawn on the host, since
-    those of a GPU depend on its number of multiprocessors. Several threads may call this function.
+    projections into the residual stream), ones for weights of norms, zeros for biases. Padding rows of the vocabulary
+    are zero, and their number does not affect the other rows. Values are drawn on the host, since those of a GPU depend
+    on its number of multiprocessors. Several threads may call this function.
     """
     whole = torch.zeros(spec.shape, dtype=torch.float32)
     path, _, kind = spec.name.rpartition(".")

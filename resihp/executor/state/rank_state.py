@@ -68,8 +68,8 @@ class State:
     def derive(self) -> None:
         """Round the optimizer's float32 parameters (masters) to the parameters used in forward and backward passes.
 
-        Does nothing for float32 parameters, which are the same object. Call this after every change of the masters:
-        equal masters then give equal parameters, bit for bit.
+        A float32 parameter is its own master and needs no rounding. Call this after every change of the masters: equal
+        masters then give equal parameters, bit for bit.
         """
         named = dict(self.stage.named_parameters())
         pairs = [(named[name], master) for name, master in self.optimizer.parameters.items()]

@@ -99,7 +99,7 @@ class _Linear(torch.autograd.Function):
     """Linear layer, input [N, 1, in] -> [N, 1, out]; its backward pass is split while weight gradients are being
     collected.
 
-    Equivalent to megatron's own function. That one cannot be split, and under sequence parallelism (input [N/tp, 1,
+    Equivalent to megatron's own function, which cannot be split, and which under sequence parallelism (input [N/tp, 1,
     in]) requires CUDA and a global buffer. Input gradients are exchanged while weight gradients are computed. A split
     backward pass keeps the gathered input from B until W, so that W waits for no peer.
     """
@@ -172,9 +172,9 @@ def _add_unrounded(main: Tensor, first: Tensor, second: Tensor) -> bool:
     """Add first @ second to `main` in float32, without rounding the product first; return False if torch cannot do
     this.
 
-    This takes one kernel instead of two, and no memory for the product. Some builds of torch have no `out_dtype`; some
-    require the sum to have the precision of the factors; all of these raise before they start. Only on GPUs; not run on
-    one.
+    This takes one kernel instead of two, and no memory for the product. Some builds of torch lack `out_dtype`; others
+    require the sum to have the precision of the factors. All of them raise before they change `main`. Only on GPUs; not
+    yet run on a GPU.
     """
     if first.dtype in _refused_dtypes:
         return False

@@ -27,7 +27,8 @@ class SetAside(NamedTuple):
     times: int
     """Number of consecutive probes that found the device unfit."""
     since: float
-    """Time of the last of these probes, of the request for the next one, or of the start of training after it."""
+    """Time from which the next probe is due: the last probe, the request for the next probe, or a later start of
+    training."""
 
 
 def note_verdicts(rules: Rules, entry: AnyEntry) -> None:

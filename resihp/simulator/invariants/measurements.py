@@ -27,8 +27,8 @@ class SetAside(NamedTuple):
     times: int
     """Number of consecutive probes that found the device unfit."""
     since: float
-    """Time from which the next probe is due: the last probe, the request for the next probe, or a later start of
-    training."""
+    """Time from which the wait for the next probe counts: the last probe, the request for the next probe, or a later
+    start of training."""
 
 
 def note_verdicts(rules: Rules, entry: AnyEntry) -> None:

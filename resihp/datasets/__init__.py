@@ -1,4 +1,4 @@
-"""Data sets that follow the `resihp.Dataset` protocol: pure in (seed, iteration), lengths known in advance."""
+"""Data sets for the `resihp.Dataset` protocol: pure functions of (seed, iteration), with lengths known in advance."""
 
 from resihp.datasets.blended import Blended
 from resihp.datasets.megatron import MegatronIndexed

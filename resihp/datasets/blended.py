@@ -1,7 +1,7 @@
-"""A weighted mix of data sets: which part each micro-batch comes from. Pure, reads nothing.
+"""A weighted mix of data sets: decides from which data set each micro-batch comes. Pure; reads nothing itself.
 
-Users build it from other data sets. Each micro-batch comes from exactly one part, so weights are shares of
-micro-batches; they are also shares of tokens if all parts fill their micro-batches to the same budget.
+Created by users from other data sets. Each micro-batch comes from exactly one part, so weights are shares of
+micro-batches. They are also shares of tokens if all parts fill their micro-batches to the same budget.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from resihp.parallelism.batch_sizes import BatchSizes, Ramp, RampUp
 from resihp.parallelism.workload import Dataset, MicroBatch, ramp_of
 
 ROUND_LENGTH = 10_000
-"""Number of micro-batches after which the order of parts repeats; weights are accurate to one part in this number."""
+"""Number of micro-batches after which the order of parts repeats. So weights are accurate to 1/`ROUND_LENGTH`."""
 
 
 class Blended:
-    """`resihp.Dataset` over `(weight, data set)` pairs; weights need not add up to 1.
+    """`resihp.Dataset` that mixes `(weight, data set)` pairs; the weights need not add up to 1.
 
-    The micro-batches of each part are spread evenly over the training, in the part's own order, so that all iterations
-    have nearly the same mix. A sample's identifier is its identifier in the part, times the number of parts, plus the
-    part's index. `ramp_up` applies to the blend; its parts must not have one.
+    The micro-batches of each part are spread evenly over training, in the part's own order, so that all iterations have
+    nearly the same mix. The identifier of a sample is its identifier in the part, times the number of parts, plus the
+    part's index. `ramp_up` applies to the mix; no part may have a ramp-up.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class Blended:
         self._quotas = quotas([weight for weight, _ in parts])
         self._turns = turns(self._quotas)
         self._earlier_turns = np.zeros(ROUND_LENGTH, dtype=np.int64)
-        """For each turn of a round, how many earlier turns in the round belong to the same part."""
+        """For each turn of a round, the number of earlier turns of the same part in the round."""
         for d in range(len(parts)):
             mine = self._turns == d
             self._earlier_turns[mine] = np.arange(int(mine.sum()))
         usual = micro_batches_per_iteration
         self._batches = BatchSizes(usual) if ramp_up is None else ramp_up.sizes(usual)
         self._newest: list[tuple[int, Sequence[MicroBatch]]] = [(1, part.micro_batches(1)) for part in self._parts]
-        """For each part, the newest iteration that it was asked for and that iteration's micro-batches."""
+        """For each part, the last iteration requested from it, with the micro-batches of this iteration."""
         self._sizes = [len(batch) for _, batch in self._newest]
         if any(ramp_of(part) for part in self._parts):
             raise DatasetError("blended data set: a part has a ramp-up; give it to the blend")
@@ -69,7 +69,7 @@ class Blended:
         return tuple(self._micro_batch(n) for n in range(first, end))
 
     def _micro_batch(self, number: int) -> MicroBatch:
-        """Return the `number`th micro-batch since the beginning, counted from 0."""
+        """Return micro-batch `number` of the whole training, counted from 0."""
         rounds, at = divmod(number, ROUND_LENGTH)
         d = int(self._turns[at])
         own, m = divmod(rounds * int(self._quotas[d]) + int(self._earlier_turns[at]), self._sizes[d])
@@ -80,7 +80,7 @@ class Blended:
 
 
 def quotas(weights: Sequence[float]) -> npt.NDArray[np.int64]:
-    """Return how many micro-batches of a round come from each part: the whole numbers nearest to the weights.
+    """Return the number of micro-batches of each part in a round: whole numbers as near to the weights as possible.
 
     They add up to `ROUND_LENGTH`. Raises DatasetError for weights that are not positive numbers, or are so small that a
     part would get no micro-batch.
@@ -100,7 +100,8 @@ def quotas(weights: Sequence[float]) -> npt.NDArray[np.int64]:
 
 
 def turns(quota: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the part of each micro-batch of a round; each part's micro-batches are spread evenly over the round."""
+    """Return the part of each micro-batch in a round. The micro-batches of each part are spread evenly over the
+    round."""
     part_of_turn = np.repeat(np.arange(len(quota)), quota)
     when = np.concatenate([(np.arange(count) + 0.5) / count for count in quota])
     order: npt.NDArray[np.int64] = part_of_turn[np.argsort(when, kind="stable")]

@@ -30,7 +30,7 @@ _TYPES: dict[int, type[np.generic]] = {
 
 
 class MegatronIndexed:
-    """A `PieceSource` over one indexed data set; each of its sequences is a document.
+    """A `PieceSource` over one indexed data set; each of its sequences is one document.
 
     `prefix` is the path without suffix. Raises DatasetError for missing or truncated files and for other formats.
     """

@@ -1,4 +1,4 @@
-"""Shuffled documents, packed into micro-batches: a function of (seed, iteration) only."""
+"""Shuffles documents and packs them into micro-batches: a pure function of (seed, iteration)."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from resihp.parallelism.workload import MicroBatch
 
 
 class PieceSource(Protocol):
-    """Documents with lengths that are known without reading them."""
+    """A collection of documents; their lengths are known without reading them."""
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Number of predicted tokens of each document: one fewer than its tokens, since the last is only a label."""
+        """Number of predicted tokens of each document: one less than its number of tokens, since the last one is only a
+        label."""
         ...
 
     def read(self, document: int, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Return `count` tokens of a document from `start`, shape [count]. Raises DatasetError if they do not exist."""
+        """Return `count` tokens of a document from token `start` on, shape [count]. Raises DatasetError if they do not
+        exist."""
         ...
 
 
 class PackedDataset:
-    """`resihp.Dataset` over a source: every epoch visits each piece once, in an order of its own.
+    """`resihp.Dataset` over the documents of a source. Each epoch uses each piece once, in a new order.
 
-    `micro_batches_per_iteration` is the global batch, and `ramp_up` describes its growth to that size. `budget` is the
-    maximum number of tokens of a micro-batch; longer documents are cut. Sample identifiers are epoch * pieces + piece,
-    unique over the whole training.
+    `micro_batches_per_iteration` is the size of the global batch, and `ramp_up` describes its growth to that size.
+    `budget` is the maximum number of tokens in a micro-batch; longer documents are cut. The identifier of a sample is
+    epoch * pieces + piece, which is unique in the whole training.
     """
 
     def __init__(
@@ -59,18 +61,18 @@ class PackedDataset:
         if not len(self._pieces):
             raise DatasetError("data set: no document with at least two tokens")
         self._starts: list[int] = [0]
-        """Number of the first micro-batch of each epoch begun so far, counted over the whole training."""
+        """Number of the first micro-batch of each epoch begun so far, counted over the whole training from 0."""
         self._open_epoch(0)
 
     def _open_epoch(self, epoch: int) -> None:
-        """Begin to pack an epoch lazily, so that training does not wait until all of it is packed."""
+        """Start packing an epoch lazily, so that training does not wait until the whole epoch is packed."""
         order = np.random.Generator(np.random.PCG64([self._seed, epoch])).permutation(len(self._pieces))
         self._epoch = epoch
         self._bins: list[tuple[Piece, ...]] = []
         self._packing = pack((self._pieces[int(i)] for i in order), self._budget)
 
     def _bin(self, number: int) -> tuple[int, tuple[Piece, ...]]:
-        """Return (epoch, pieces) of the `number`th micro-batch since the beginning, counted from 0."""
+        """Return (epoch, pieces) of micro-batch `number` of the whole training, counted from 0."""
         if number < self._starts[self._epoch]:
             self._open_epoch(bisect_right(self._starts, number) - 1)
         while True:

@@ -1,4 +1,4 @@
-"""Packing documents into micro-batches of a token budget. Pure."""
+"""Packs documents into micro-batches with a token budget. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 OPEN_BINS = 32
-"""Number of bins kept open at once: enough to fill more than 95 % of the budget with long-tailed lengths."""
+"""Number of bins open at the same time: enough to fill more than 95 % of the budget with long-tailed lengths."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """`length` tokens of document `document` from token `start`; `index` numbers pieces over the whole data set."""
+    """`length` tokens of document `document` from token `start` on. `index` numbers the pieces of the whole data set
+    from 0."""
 
     index: int
     document: int
@@ -28,7 +29,7 @@ class _Bin:
 
 
 def cut(documents: Iterable[int], budget: int) -> Iterator[Piece]:
-    """Cut documents, given by their lengths in tokens, into pieces that fit the budget; empty documents give none."""
+    """Cut documents, given by their lengths in tokens, into pieces within the budget. An empty document yields none."""
     index = 0
     for document, length in enumerate(documents):
         for start in range(0, length, budget):
@@ -37,7 +38,8 @@ def cut(documents: Iterable[int], budget: int) -> Iterator[Piece]:
 
 
 class Pieces:
-    """The pieces that `cut` yields, by index, each built on access: most of a large data set are never used."""
+    """The pieces that `cut` yields, by index. Each is created on access, since most pieces of a large data set are
+    never used."""
 
     def __init__(self, documents: Iterable[int], budget: int) -> None:
         self._budget = budget
@@ -56,9 +58,9 @@ class Pieces:
 
 
 def pack(pieces: Iterable[Piece], budget: int, open_bins: int = OPEN_BINS) -> Iterator[tuple[Piece, ...]]:
-    """Pack pieces in the order given, best fit among a bounded number of open bins; each piece is used once.
+    """Pack pieces in the given order, each into the best fitting of at most `open_bins` open bins; yield the full bins.
 
-    Equal inputs give equal bins. A piece longer than the budget raises ValueError.
+    Each piece is used once. Equal inputs give equal bins. Raises ValueError for a piece longer than the budget.
     """
     bins: list[_Bin] = []
     for piece in pieces:

@@ -1,8 +1,8 @@
-"""Reads the next iteration's data in a thread during the current one. Changes no batch, only the time of reading.
+"""Reads the data of the next iteration in a thread during the current one. Changes no batch, only the time of reading.
 
-Users wrap a data set in it. It assumes that a rank needs the same micro-batches as in the previous iteration, by their
-index in the global batch. After a change of plan, some are therefore read in vain once, and some are read on demand, as
-without this class.
+Users wrap a data set in `Prefetched`. It assumes that a rank needs the same micro-batches, by their index in the global
+batch, as in the previous iteration. After a change of plan, this is wrong once: some micro-batches are read in vain,
+and others are read on demand, as without this class.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Arrays = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 
 class Prefetched:
-    """`resihp.Dataset` over another data set, whose micro-batches must be loadable from another thread.
+    """`resihp.Dataset` that wraps another data set. Its micro-batches must be loadable from another thread.
 
-    The wrapped data set is asked for one iteration ahead, never by two threads at once. Its exceptions, including those
-    in the thread, are raised where the batch or its data are requested.
+    The wrapped data set is asked for one iteration ahead, never by two threads at the same time. An exception of the
+    data set, including one in the thread, is raised when the batch or its data are requested.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -35,14 +35,14 @@ class Prefetched:
         self._asking = threading.Lock()
         self._ahead: _Ahead | None = None
         self._loaded: list[int] = []
-        """Indices of the micro-batches loaded so far of the iteration returned last, in order of loading."""
+        """Indices of micro-batches loaded so far in the iteration returned last, in order of loading."""
 
     @property
     def ramp(self) -> Ramp:
         return ramp_of(self._dataset)
 
     def micro_batches(self, iteration: int) -> tuple[MicroBatch, ...]:
-        """Return the global batch of `iteration`, and begin to read the next one."""
+        """Return the global batch of `iteration`, and start reading the next one."""
         ahead, read = self._ahead, dict[int, Future[Arrays]]()
         if ahead is not None and ahead.iteration == iteration:
             batch, read = ahead.batch.result(), ahead.read
@@ -60,14 +60,14 @@ class Prefetched:
 
 
 class _Ahead:
-    """One iteration and those of its micro-batches that are being read."""
+    """The next iteration, and the micro-batches being read for it."""
 
     def __init__(self, dataset: Dataset, asking: threading.Lock, iteration: int, wanted: Sequence[int]) -> None:
         self.iteration = iteration
         self.batch: Future[Sequence[MicroBatch]] = Future()
         self.read: dict[int, Future[Arrays]] = {m: Future() for m in wanted}
         self.stale = False
-        """Set when another iteration was requested: nobody needs the micro-batches that are still to be read."""
+        """Whether another iteration was requested instead, so that the remaining micro-batches need not be read."""
         self._dataset, self._asking = dataset, asking
         threading.Thread(target=self._run, name=f"read iteration {iteration}", daemon=True).start()
 

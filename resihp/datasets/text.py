@@ -1,4 +1,4 @@
-"""Byte-level documents: each file below a folder is a document, each byte a token."""
+"""Byte-level documents: each file below a folder is one document, and each byte one token."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ DEFAULT_SUFFIX = ".py"
 
 
 class ByteFiles:
-    """A `PieceSource` over the files below `folder` whose names end in `suffix`, in the order of their relative paths.
+    """A `PieceSource` over the files below `folder` with names ending in `suffix`, in the order of their relative
+    paths.
 
-    Without a `suffix`, only Python files (`.py`) are used, and a warning reports how many others were left out. With
-    `suffix=".txt"`, `suffix=(".c", ".h")` or `suffix=""` (all files) there is no warning. Construction reads only file
-    sizes. Raises DatasetError if the folder is missing, unreadable, or contains no such file.
+    Without a `suffix`, only Python files (`.py`) are used, and a warning reports the number of other files. With
+    `suffix=".txt"`, `suffix=(".c", ".h")` or `suffix=""` (all files) there is no warning. `exclude` are names of
+    folders to skip. The constructor reads only file sizes. Raises DatasetError if the folder is missing or unreadable,
+    or contains no such file.
     """
 
     vocab_size = 256

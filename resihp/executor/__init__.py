@@ -1,7 +1,7 @@
-"""Code that runs in a worker: the model's stage, interpreter of a plan's primitives, synchronisation, checkpoints.
+"""Code that runs in a worker: the rank's stage of the model, the interpreter of programs, synchronisation, checkpoints.
 
-Importing this package loads torch and megatron-core, once and as cheaply as possible (`_imports`). It starts no thread,
-and imports nothing of the job wrapper, Slurm or the ledger.
+Importing this package imports torch and megatron-core, as fast as possible (`_imports`). The import starts no thread.
+The package never imports the job wrapper, Slurm or the ledger.
 """
 
 from resihp.executor import _imports

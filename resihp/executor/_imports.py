@@ -1,13 +1,13 @@
-"""Imports megatron-core in the way a worker needs. The package imports this first; all other modules then just import.
+"""Imports megatron-core in the way that a worker needs. The package imports this module before any other.
 
-While it is imported, megatron-core decorates dozens of functions with `torch.compile`, which loads the compiler. That
-takes half of its import time, for kernels that are used on GPUs only. Under this import, the decorator only records the
-function; it is compiled when a worker first calls it (fused SwiGLU, bias and dropout) on a GPU.
+During its import, megatron-core decorates dozens of functions with `torch.compile`, which loads the compiler. This
+takes half of the import time, for kernels that are used only on GPUs. This module replaces the decorator: it only
+records the function, which is compiled when a worker first calls it with a GPU tensor (fused SwiGLU, bias and dropout).
 
-This import runs in the fork server, where no code may query a GPU: that would start CUDA, and a process forked later
-could not use it (torch: "Cannot re-initialize CUDA in forked subprocess"). megatron-core, as well as Transformer
-Engine, asks through `torch.utils.cpp_extension` where CUDA's compiler is installed. So `torch.cuda.is_available`
-returns False until the import is done.
+The import runs in the fork server, where no code may query a GPU: a query starts CUDA, and a process forked later could
+not use CUDA (torch: "Cannot re-initialize CUDA in forked subprocess"). Both megatron-core and Transformer Engine use
+`torch.utils.cpp_extension` to find CUDA's compiler, which queries GPUs. So `torch.cuda.is_available` returns False
+during the import.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _cpp_extension = logging.getLogger("torch.utils.cpp_extension")
 
 
 def compiled_on_gpus(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Replacement for `torch.compile`: plain on CPU tensors, compiled at the first call with a GPU tensor."""
+    """Replace `torch.compile`: run the function uncompiled on CPU tensors; compile it at the first call with a GPU
+    tensor."""
     if function is None:
         return functools.partial(compiled_on_gpus, **options)
     compiled: Callable[..., Any] | None = None
@@ -40,7 +41,7 @@ def compiled_on_gpus(function: Callable[..., Any] | None = None, **options: Any)
     def call(*arguments: Any, **keywords: Any) -> Any:
         nonlocal compiled
         on_gpu = any(isinstance(a, torch.Tensor) and a.is_cuda for a in (*arguments, *keywords.values()))
-        if not on_gpu or torch.compiler.is_compiling():  # in the latter case an outer compilation includes it
+        if not on_gpu or torch.compiler.is_compiling():  # an outer compilation includes the function
             return function(*arguments, **keywords)
         if compiled is None:
             compiled = _compile(function, **options)
@@ -56,17 +57,17 @@ def _no_gpu() -> bool:
 try:
     torch.compile = compiled_on_gpus  # type: ignore[assignment]
     torch.cuda.is_available = _no_gpu
-    _cpp_extension.disabled = True  # it would warn "No CUDA runtime is found", even if there is one
+    _cpp_extension.disabled = True  # otherwise it warns "No CUDA runtime is found"
     import torch.utils.cpp_extension
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about apex and Transformer Engine, which we do not need
+        warnings.simplefilter("ignore")  # warnings about apex and Transformer Engine, which are not used
         import megatron.core.models.common.embeddings.language_model_embedding
         import megatron.core.models.common.embeddings.rotary_pos_embedding
         import megatron.core.models.gpt.gpt_layer_specs
         import megatron.core.transformer.transformer_layer  # noqa: F401
 
-        # Takes half a second, which each process would otherwise spend on its first optimizer, during a transition.
+        # Takes half a second. Otherwise each process imports it for its first optimizer, during a transition.
         import torch._dynamo
         from megatron.core.tensor_parallel import random as megatron_random
 finally:
@@ -78,11 +79,11 @@ patch_megatron()
 
 
 class GlobalRandomTracker:
-    """Replacement for megatron's random state tracker, which accepts only registered states and calls torch.cuda.
+    """Replaces megatron's random state tracker, which accepts only registered states and calls torch.cuda.
 
-    No supported layer draws random numbers in a forward pass (dropout is refused). A layer that forks the state anyway,
-    as the embedding does under sequence parallelism, gets the global generator, which is restored afterwards. This
-    works for any device without querying one, which would start CUDA in the fork server.
+    No supported layer draws random numbers in a forward pass (dropout is refused). If a layer forks the random state
+    anyway, as the embedding does under sequence parallelism, it uses the global generator, which is restored
+    afterwards. This works for any device without a query, which would start CUDA in the fork server.
     """
 
     def is_initialized(self) -> bool:

@@ -1,17 +1,19 @@
-"""The back ends of communicators: gloo, NCCL, or gloo with NCCL's semantics. One is chosen per worker.
+"""The back ends of communicators: gloo, NCCL, or gloo with NCCL's semantics. Each worker uses one back end.
 
 A back end creates each communicator from (store, index, size, timeout, role). A communicator offers allreduce,
-broadcast, _allgather_base and _reduce_scatter_base, which need no lists of tensors. Back ends differ in the order of
-building communicators and their inputs, in the guarantees of `wait`, and in the way to free a rank that is blocked:
-gloo's by shutting down the sockets under it (`communicators`), NCCL's by aborting all communicators.
+broadcast, _allgather_base and _reduce_scatter_base, which need no lists of tensors. Back ends differ in the order in
+which communicators must be built, in the guarantees of `wait`, and in the way to free a blocked rank: with gloo by
+shutting down the sockets under it (`communicators`), with NCCL by aborting all communicators.
 
 NCCL's guarantees (torch 2.13's ProcessGroupNCCL.cpp): a call with `asyncOp=False` returns nothing. `wait` orders
-streams, does not block, and does not report an abort, after which buffers may hold anything. `wait(timeout)` blocks,
-and aborts the communicator when the time has passed. So no wait of NCCL's is given a timeout, and code that copies a
-result off the device checks afterwards whether the rank was woken (`channels.PendingWork`, `Communicators.settle`).
+streams, does not block, and does not report an abort; after an abort, buffers may contain anything. `wait(timeout)`
+blocks, and aborts the communicator after the timeout. So resihp never passes a timeout to NCCL's wait, and code that
+copies a result off the device checks afterwards whether the rank was woken (`channels.PendingWork`,
+`Communicators.settle`).
 
-`RESIHP_BACKEND` selects `gloo`, also for tensors on GPUs; `nccl`; or, for tests, `nccl-like`: NCCL's semantics on
-gloo. The default is NCCL if there is a GPU. Called only in workers: querying a GPU starts CUDA, which no fork survives.
+`RESIHP_BACKEND` selects `gloo`, also for tensors on GPUs; `nccl`; or, for tests, `nccl-like`: NCCL's semantics on gloo.
+The default is NCCL if there is a GPU. Called only in workers: querying a GPU starts CUDA, which does not survive a
+fork.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from resihp.worker.leaving import begin_thread
 
 BACKEND_VARIABLE = "RESIHP_BACKEND"
 ABORT_S = 10.0
-"""Time limit for aborting; NCCL's abort can itself wait for a kernel that a dead peer keeps running."""
+"""Seconds allowed for an abort. NCCL's abort may itself wait for a kernel that a dead peer keeps running."""
 NO_WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -45,32 +47,35 @@ NO_WATCHDOG = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
-"""Set before the first communicator: torch's watchdog would end a process with a dead peer, even after a recovery."""
+"""Environment variables set before the first communicator is built. Otherwise torch's watchdog ends a process that has
+lost a peer, even after a recovery."""
 CONNECT_LIMITS = {
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": "120",
     "NCCL_RUNTIME_CONNECT": "0",
 }
-"""Set unless the user has set them. A communicator that is being built, and threads that wait for torch's lock on it,
-wait at most this many seconds for a lost peer (the default is half an hour). Peers connect while it is built, not at
-its first use."""
+"""Environment variables set unless the user has set them. The first limits the time, in seconds, in which a
+communicator under construction waits for a lost peer; threads that wait for torch's lock on it wait no longer either.
+The default is half an hour. The second makes peers connect when a communicator is built, not at its first use."""
 
 
 EDGE_CTAS = 4
-"""Number of blocks of an NCCL kernel between two stages; it occupies as many SMs while it waits for its peer. Two to
-four are enough for an activation: an estimate, not measured."""
+"""Number of thread blocks of an NCCL kernel between two stages, which is the number of SMs that it occupies while it
+waits for its peer. Two to four are enough for an activation: an estimate, not measured."""
 
 
 def _ignore_begun(begun: Backend) -> None:
-    """Ignore that a communicator can be aborted now."""
+    """Default of `Role.begun`: does nothing."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """A communicator's place in the plan, for back ends that treat communicators differently; gloo does not.
+    """The purpose of a communicator in the plan. NCCL treats communicators differently by their roles; gloo ignores
+    them.
 
-    `ranks`: its ranks, as numbered in the plan. `parent` and `colour`: the connected communicator that it is split
-    from, which all ranks of the parent do at the same time, and its number in that split; without a parent it is built
-    on its own. `begun` is called with the communicator as soon as it can be aborted, which is before it is connected.
+    `ranks` are the ranks of the communicator, as numbered in the plan. `parent` is the connected communicator that it
+    is split from; all ranks of the parent take part in the split at the same time. `colour` is its number in the split.
+    Without a parent, the communicator is built independently. `begun` is called with the communicator as soon as it can
+    be aborted, which is before it is connected.
     """
 
     use: Use = "bulk"
@@ -81,44 +86,45 @@ class Role:
 
 
 STANDALONE_ROLE = Role()
-"""Role of a communicator that belongs to no plan."""
+"""Role of a communicator outside any plan."""
 
 
 class BackEnd(ABC):
-    """One kind of back end, and the device that it works on."""
+    """Base class of the back ends; `device` is the device that communicators work on."""
 
     name: ClassVar[str]
     in_order: ClassVar[bool] = False
-    """Whether communicators must be built in the plan's order, one after the other."""
+    """Whether communicators must be built one after the other, in the plan's order."""
     has_sockets: ClassVar[bool] = True
-    """Whether shutting down the sockets under a communicator frees the threads that wait in it."""
+    """Whether shutting down a communicator's sockets frees the threads that wait in it."""
     scatters: ClassVar[bool] = False
-    """Whether a wait for its reduce_scatter can be woken."""
+    """Whether a thread that waits for the communicator's own reduce_scatter can be woken."""
     aborts: ClassVar[bool] = True
-    """Whether `abort` does anything."""
+    """Whether `abort` has any effect."""
     timed_waits: ClassVar[bool] = True
-    """Whether work is unchanged after a wait on it has timed out. NCCL's wait blocks the host, counts from the time
-    when the work was enqueued, and then aborts the communicator (`WorkNCCL::wait`)."""
+    """Whether work is unaffected when a wait for it has timed out. With NCCL it is not: the wait blocks the host,
+    counts from the time when the work was enqueued, and then aborts the communicator (`WorkNCCL::wait`)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     @abstractmethod
     def connect(self, store: Any, index: int, size: int, timeout: timedelta, role: Role = STANDALONE_ROLE) -> Backend:
-        """Return a connected communicator. Raises RuntimeError."""
+        """Build a communicator and return it connected. Raises RuntimeError."""
 
     def sit_out(self, parent: Backend, colour: int, timeout: timedelta) -> None:
-        """Take part in a split that gives this rank no communicator; does nothing in back ends that do not split."""
+        """Take part in a split as a rank that is in none of its communicators. Does nothing in back ends that do not
+        split."""
         return
 
     def enter_thread(self) -> None:
-        """Prepare the calling thread; each thread that uses this back end must call it."""
+        """Prepare the calling thread. Every thread that uses this back end must call this first."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
     def free_cached_memory(self) -> None:
-        """Return the memory that torch caches to the device. Communicators do not allocate through torch, and a device
-        that trained at its memory limit would have none left for them."""
+        """Return the memory cached by torch to the device. Communicators do not allocate through torch, so a device
+        that trains at its memory limit would have no memory left for them."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -128,13 +134,17 @@ class BackEnd(ABC):
             torch.cuda.synchronize(self.device)
 
     def abort(self, communicators: Sequence[Backend], connecting: Sequence[Backend] = ()) -> bool:
-        """Free threads that wait in these communicators, beyond the effect of shutting down sockets. Return False if
-        that took too long. Those still connecting are not waited for: torch may hold its lock (`CONNECT_LIMITS`)."""
+        """Free the threads that wait in these communicators, where shutting down sockets is not enough.
+
+        Return False if this takes more than `ABORT_S`. Aborts of communicators in `connecting` are begun but not waited
+        for, since torch may hold its lock (`CONNECT_LIMITS`).
+        """
         return True
 
 
 class Gloo(BackEnd):
-    """Communicators that share one listening socket and have one thread each: first in, first out, like NCCL's."""
+    """gloo communicators. They share one listening socket; each has one thread, so its work is first in, first out, as
+    with NCCL."""
 
     name = "gloo"
     aborts = False
@@ -162,7 +172,7 @@ class Gloo(BackEnd):
 
 
 class Nccl(BackEnd):
-    """NCCL on GPUs. Written from torch's and NCCL's documentation without a GPU; none of it has been run."""
+    """NCCL communicators on GPUs. Written from the documentation of torch and NCCL; not yet run on a GPU."""
 
     name = "nccl"
     in_order = True
@@ -180,17 +190,18 @@ class Nccl(BackEnd):
             print(f"{doubt}; {nccl_versions.UPGRADE_ADVICE}", flush=True)
 
     def connect(self, store: Any, index: int, size: int, timeout: timedelta, role: Role = STANDALONE_ROLE) -> Backend:
-        """Return a communicator that is already connected: lazily built ones could meet each other in another order.
+        """Build a communicator and connect it at once: ranks might connect lazily built communicators in different
+        orders.
 
-        With `blocking`, NCCL could not be aborted while it connects, and torch would not know what to abort. Without
-        it, the first call waits until all peers have come. torch offers no way to poll, and holds its lock meanwhile:
-        an abort takes effect only when a lost peer has been noticed (`CONNECT_LIMITS`). A split also holds its parent's
-        lock, and its child is registered nowhere before it ends (`ProcessGroupNCCL::initNCCLComm`), so no order of
-        aborts shortens that.
+        With `blocking`, NCCL could not be aborted while it connects, and torch would have nothing to abort. Without it,
+        the first call waits until all peers have arrived. torch cannot poll for this and holds its lock during the
+        wait, so an abort takes effect only when the loss of a peer is noticed (`CONNECT_LIMITS`). A split also holds
+        the lock of its parent, and the child is registered nowhere before the split ends
+        (`ProcessGroupNCCL::initNCCLComm`). So no order of aborts shortens the wait.
 
-        Communicators that computation waits for get priority on the device. Children of the world have their own
-        resources: with NCCL's shared ones (splitShare) aborting one would abort all, and those that move state are
-        released before the others.
+        Communicators that computation waits for get priority on the device. Each child of the world communicator has
+        its own resources. If children shared resources (NCCL's splitShare), aborting one would abort all; but those
+        that move state are released before the others.
         """
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
@@ -209,13 +220,17 @@ class Nccl(BackEnd):
         return backend
 
     def sit_out(self, parent: Backend, colour: int, timeout: timedelta) -> None:
-        """Build a communicator of this rank alone and release it at once. torch's call for no colour would hold the
-        interpreter lock until all peers have come: this process could neither beat nor receive an order to park."""
+        """Build a communicator of this rank alone and release it at once. torch's own call for a rank without a colour
+        holds the interpreter lock until all peers have arrived; meanwhile this process could neither send heartbeats
+        nor receive an order to park."""
         self.connect(dist.HashStore(), 0, 1, timeout, Role(parent=parent, colour=colour)).abort()
 
     def abort(self, communicators: Sequence[Backend], connecting: Sequence[Backend] = ()) -> bool:
-        """Abort in separate threads. All aborts begin before any is waited for, since a communicator that waits for
-        another one's kernel ends only after that. Aborting releases a communicator."""
+        """Abort each communicator in its own thread, which also releases the communicator.
+
+        All aborts begin before any is waited for: a communicator may wait for a kernel of another communicator, and its
+        abort then ends only after the abort of the other.
+        """
         aborted: list[Backend] = []
 
         def abort(communicator: Backend) -> None:
@@ -229,13 +244,13 @@ class Nccl(BackEnd):
 
 
 class NcclLike(Gloo):
-    """NCCL's troublesome semantics, emulated on gloo and CPUs for tests.
+    """gloo with the problematic semantics of NCCL, on CPUs, for tests.
 
-    A failed connection or communication hangs until it is aborted, like a kernel whose peer is dead. After an abort
-    `wait` returns as if nothing had happened, and from the moment of the abort the buffer holds NaN (-1 for integers),
-    so that a peer that continues receives invalid numbers, too. Synchronous calls return nothing. A wait with a timeout
-    aborts the communicator and raises, however short the work is: NCCL's does so after the timeout, and with a real
-    model the host is that far ahead of its device.
+    A connection or communication that fails hangs until it is aborted, like a kernel with a dead peer. After an abort,
+    `wait` returns without an error, and the buffer contains NaN (-1 for integers) from the moment of the abort, so that
+    a peer that continues receives invalid numbers as well. Synchronous calls return nothing. A wait with a timeout
+    aborts the communicator and raises, even if the work is short. NCCL does so after the timeout, and with a real model
+    the host is that far ahead of its device.
     """
 
     name = "nccl-like"
@@ -256,8 +271,11 @@ class NcclLike(Gloo):
 
 
 class _WorkInProgress:
-    """Work in progress on one communicator, and whether it was aborted. Work refers to this, not to the communicator,
-    which the garbage collector could otherwise destroy, waiting for its threads, in any thread."""
+    """The work in progress on one communicator, and whether it was aborted.
+
+    Work refers to this object, not to the communicator: otherwise the garbage collector could destroy the communicator
+    in any thread, which would then wait for the communicator's threads.
+    """
 
     def __init__(self) -> None:
         self.aborted = threading.Event()
@@ -281,16 +299,16 @@ class _WorkInProgress:
 
 
 class _NcclLikeCommunicator:
-    """A gloo communicator that behaves like NCCL's."""
+    """A gloo communicator that behaves like one of NCCL."""
 
     def __init__(self) -> None:
         self._gloo: Backend = None
         self._in_progress = _WorkInProgress()
         self._settled = threading.Event()
-        """Set once it is connected or aborted."""
+        """Set once the communicator is connected or aborted."""
 
     def connect(self, connect: Callable[[], Backend]) -> None:
-        """Connect; where gloo would fail, hang until aborted and then raise RuntimeError."""
+        """Connect. Where gloo would fail, hang until aborted and then raise RuntimeError."""
         begin_thread(self._connect, connect, name="resihp-gloo")
         self._settled.wait()
         if self._in_progress.aborted.is_set():
@@ -326,7 +344,7 @@ class _NcclLikeCommunicator:
         try:
             work = begin()
         except RuntimeError:
-            work = None  # the failure shows only when somebody waits for the work
+            work = None  # a failure is reported only by a wait for the work
         nccl_like = _NcclLikeWork(work, written, self._in_progress)
         self._in_progress.add(nccl_like)
         if options and getattr(options[0], "asyncOp", True) is False:
@@ -336,7 +354,7 @@ class _NcclLikeCommunicator:
 
 
 class _NcclLikeWork:
-    """Work that reports no failure."""
+    """A collective that never reports its failure."""
 
     def __init__(self, work: Any, written: list[torch.Tensor], in_progress: _WorkInProgress) -> None:
         self._work = work
@@ -344,7 +362,8 @@ class _NcclLikeWork:
         self._in_progress = in_progress
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait as NCCL does: return True whether or not there is a result. Raises RuntimeError if given a timeout."""
+        """Wait as NCCL does, and return True whether or not there is a result. Raises RuntimeError if given a
+        timeout."""
         if timeout is not None:
             self._in_progress.abort()
             raise RuntimeError(f"timed out: waited for {timeout.total_seconds()} s, and aborted the communicator")
@@ -376,7 +395,7 @@ _KINDS: dict[str, type[BackEnd]] = {kind.name: kind for kind in (Gloo, Nccl, Ncc
 
 
 def chosen() -> BackEnd:
-    """Return this worker's back end. Raises ModelError for an unknown name, and if the device does not exist."""
+    """Return this worker's back end. Raises ModelError for an unknown name, or if the back end cannot be used here."""
     gpus = devices.visible()
     name = os.environ.get(BACKEND_VARIABLE) or ("nccl" if gpus else "gloo")
     if name not in _KINDS:

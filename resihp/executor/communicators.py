@@ -1,13 +1,13 @@
-"""All communicators of one epoch: built eagerly, woken from outside, closed.
+"""All communicators of one epoch on one rank: builds them eagerly, wakes their waits from another thread, closes them.
 
-The list of communicators follows from the plan alone (`resihp.pipeline.program.memberships`), so every rank derives the
-same one. Each is created under its own name, directly from the back end: `torch.distributed.new_group` with local
-synchronisation names groups after the *number* of groups in a process, which differs between our ranks, and the default
-group belongs to the user. NCCL's are split from the world's in one order that all ranks share
-(`resihp.pipeline.splits`), since any other order deadlocks. gloo's each wait only for their own peers, and are built at
-the same time: the messages of their ranks travel through the supervisor in one round trip for all, not one for each.
-Used by the engine; decides nothing. The back ends are in `backends`, the stores through which ranks find each other in
-`group_store`.
+The plan alone determines the list of communicators (`resihp.pipeline.program.memberships`), so every rank derives the
+same list. Each communicator has a name of its own and is created directly from the back end.
+`torch.distributed.new_group` is not used: with local synchronisation, it names groups after the *number* of groups in a
+process, which differs between ranks, and the default group belongs to the user. NCCL's communicators are split from the
+world communicator in one order that all ranks share (`resihp.pipeline.splits`), since any other order deadlocks. Each
+gloo communicator waits only for its own peers, so all of them are built at the same time, and their messages travel
+through the supervisor in a single round trip. Used by the engine; decides nothing. The back ends are in `backends`. The
+stores through which ranks find each other are in `group_store`.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from resihp.protocol.messages import ABORT_STATUS, MeetingId
 from resihp.worker.leaving import begin_thread
 
 COMMUNICATION_TIMEOUT_S = 1800.0
-"""Time limit of collectives in the back end. The supervisor detects hangs much sooner, and wakes the blocked ranks."""
+"""Time limit of collectives in the back end. The supervisor detects hangs much sooner and wakes the blocked ranks."""
 _POLL_S = 0.05
 _CLOSING_S = 0.2
 _GRACE_S = 1.0
-"""Time by which a wait in a store, whose error names the missing ranks, times out before the wait in this module."""
+"""Seconds by which a wait in a store times out before the wait in this module, since the store's error names the
+missing ranks."""
 
 
 class Communicators:
-    """One rank's communicators of one epoch, or of one probe between two epochs.
+    """One rank's communicators of one epoch, or of one probe.
 
-    `wake` may be called from any thread, all other methods only from the rank's own.
+    Any thread may call `wake`; only the rank's own thread may call the other methods.
     """
 
     def __init__(
@@ -58,8 +59,8 @@ class Communicators:
         patience_s: float | None = None,
         wires: Wires | None = None,
     ) -> None:
-        """`timeout_s` is the back end's own limit; `patience_s`, if smaller, limits the wait for the other ranks;
-        `wires` emulates links of known speeds."""
+        """`timeout_s` is the time limit of the back end. `patience_s` limits the wait for other ranks while
+        communicators are built; it is `timeout_s` by default. `wires` emulates links of known speeds."""
         self._meeting, self._rank = meeting, rank
         self._patience_s = timeout_s if patience_s is None else patience_s
         self.wanted = [group for group in memberships if rank in group.ranks]
@@ -71,11 +72,11 @@ class Communicators:
         self._meeting_joined: JoinedMeeting | None = None
         self._channels: dict[str, Channel] = {}
         self._connecting: dict[str, Backend] = {}
-        """Back ends that can be aborted before all are connected: the others may be waiting in them."""
+        """Back ends that can be aborted although others are still being built: other ranks may already wait in them."""
         self._before: set[int] | None = None
-        """Inodes of the TCP sockets that existed before ours; None until building begins."""
+        """Inodes of the TCP sockets that existed before the communicators' own; None until building begins."""
         self._ours: set[int] | None = None
-        """Inodes of our TCP sockets; None until all are built."""
+        """Inodes of the communicators' TCP sockets; None until all communicators are built."""
         self._guard = threading.Lock()
         self._aborting: list[threading.Thread] = []
         self._woken = False
@@ -84,7 +85,7 @@ class Communicators:
     def open(self, rendezvous: MeetingPlace) -> None:
         """Build all communicators, waiting for the other ranks.
 
-        Raises CommunicatorError when a peer does not come in time, or when woken.
+        Raises CommunicatorError if a peer does not arrive in time, or after `wake`.
         """
         try:
             with guarded(f"communicators of {self._meeting}"):
@@ -95,18 +96,19 @@ class Communicators:
                 self._channels = self._connected(self._meeting_joined)
                 self._connecting.clear()
         except CommunicatorError:
-            self.check_awake()  # if woken, that is the better reason
+            self.check_awake()  # the reason of a wake-up explains more
             raise
         with self._guard:
             self._ours = _tcp_sockets() - self._before if self._back_end.has_sockets else set()
         self.check_awake()
 
     def _connected(self, joined: JoinedMeeting) -> dict[str, Channel]:
-        """Build and return all channels, in threads that are abandoned when the rank is woken.
+        """Build all channels and return them by name. The threads that build them are abandoned after `wake`.
 
-        A peer may die after it has published its address and before it connects: gloo then waits for it without a
-        socket that could be shut down. A wait in a store times out there; NCCL's first rank waits elsewhere for its
-        peers, which may never come. Raises the exceptions of the back ends, and CommunicatorError when woken.
+        A peer may die after publishing its address and before connecting. gloo then waits for it without a socket that
+        could be shut down. A wait in a store has a timeout, but the first rank of an NCCL communicator waits outside
+        the store for peers that may never arrive. Raises the exceptions of the back ends, and CommunicatorError after
+        `wake`.
         """
         in_order = self._back_end.in_order or self._strict is not None or not joined.at_once
         rows = [steps(self._groups, self._rank)] if in_order else [[Split(group)] for group in self.wanted]
@@ -125,7 +127,8 @@ class Communicators:
         return {group.name: made[group.name] for group in self.wanted}
 
     def _make(self, joined: JoinedMeeting, worlds: list[Channel], step: Split) -> Channel | None:
-        """Build a channel; return None for a split without this rank. `worlds`: the channel to split, once built."""
+        """Build a channel; return None for a split without this rank. `worlds` contains the world channel once it is
+        built, from which others are split."""
         self.check_awake()
         self._back_end.enter_thread()
         group = step.group
@@ -145,19 +148,20 @@ class Communicators:
         return channel
 
     def settle(self) -> None:
-        """Wait until all work that was begun is done, on the device as well. Raises CommunicatorError once woken."""
+        """Wait until all work in progress is done, including work on the device. Raises CommunicatorError after
+        `wake`."""
         self._back_end.settle()
         self.check_awake()
 
     def check_awake(self) -> None:
-        """Raise CommunicatorError once woken: data received since then is undefined."""
+        """Raise CommunicatorError after `wake`: data received since then is undefined."""
         if self._woken:
             raise CommunicatorError(f"communicators of {self._meeting}: {self._reason}")
 
     # --- lookup -----------------------------------------------------------------------------------------------
 
     def channel(self, name: str) -> Channel:
-        """Return the communicator of that name. Raises CommunicatorError if it is closed, or was never built."""
+        """Return the communicator with this name. Raises CommunicatorError if it is closed or was never built."""
         try:
             return self._channels[name]
         except KeyError:
@@ -165,7 +169,7 @@ class Communicators:
 
     @property
     def world(self) -> Channel | None:
-        """The communicator of all active ranks; None if there is only one, or this rank is not active."""
+        """The communicator of all active ranks. None if only one rank is active, or if this rank is not active."""
         return self._channels.get(WORLD_GROUP)
 
     def find(self, name: str) -> Channel | None:
@@ -173,14 +177,15 @@ class Communicators:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the communicators that this rank belongs to."""
+        """Names of this rank's communicators."""
         return tuple(self._channels)
 
     def release(self, prefix: str) -> None:
-        """Release the communicators whose names have this prefix, once no rank uses them any more.
+        """Release the communicators with this prefix in their names. Call this when no rank uses them any more.
 
-        They are aborted, as on every release. A rank that destroys a communicator waits in NCCL until all others do so,
-        which never happens if one has died or aborted it (pull request 194775 of pytorch).
+        They are aborted, as in every release. If a rank destroyed a communicator, it would wait in NCCL until all other
+        ranks do so, which never happens if one has died or has aborted the communicator (pull request 194775 of
+        pytorch).
         """
         going = {name: self._channels.pop(name) for name in list(self._channels) if name.startswith(prefix)}
         if going:
@@ -190,10 +195,11 @@ class Communicators:
     # --- the end ----------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Make every wait of this rank fail at once, by shutting down the sockets under it. From any thread.
+        """Make every wait of this rank fail at once, by shutting down the communicators' sockets. Any thread;
+        idempotent.
 
-        Nothing else works on gloo: aborting a group does not wake its waiting threads. TCP sockets that existed before
-        ours belong to others and are left alone. Idempotent.
+        This is the only way with gloo: aborting a gloo group does not wake its waiting threads. TCP sockets that
+        existed before the communicators belong to other code and are left alone.
         """
         self._woken = True
         if self._meeting_joined is not None:
@@ -210,15 +216,16 @@ class Communicators:
         _shut_down(ours or set())
 
     def _abort_beside(self, back_ends: list[Backend], connecting: list[Backend]) -> list[threading.Thread]:
-        """Start and return the thread that aborts these; empty if the back end has no aborts."""
+        """Start a thread that aborts these back ends, and return it in a list. Empty if the back end does not abort."""
         if not self._back_end.aborts:
             return []
         return [begin_thread(self._abort, back_ends, connecting, name="resihp-aborting")]
 
     def _abort(self, back_ends: list[Backend], connecting: list[Backend]) -> None:
-        """Abort, in a thread of its own: the thread that calls `wake` also beats and must not block.
+        """Abort back ends. Runs in its own thread, since the thread that calls `wake` also sends heartbeats and must
+        not block.
 
-        The process ends if aborting takes too long, since its device would stay occupied.
+        The process ends if the abort takes too long, since its device would stay occupied.
         """
         if not self._back_end.abort(back_ends, connecting):
             print(
@@ -227,7 +234,8 @@ class Communicators:
             os._exit(ABORT_STATUS)
 
     def close(self) -> None:
-        """Release everything. Safe after `wake`, after failures, and twice. Peers still waiting for this rank fail."""
+        """Release all communicators. Safe after `wake`, after failures, and if called twice. Peers that still wait for
+        this rank fail."""
         self.wake()
         channels, self._channels = self._channels, {}
         if self._strict is not None:
@@ -236,11 +244,12 @@ class Communicators:
 
 
 class _ChannelBuilder:
-    """Builds channels: each row of splits in order in a thread of its own. Channels that nobody takes are released."""
+    """Builds channels: the splits of each row in order, each row in its own thread. Releases channels that nobody
+    takes."""
 
     def __init__(self, make: Callable[[Split], Channel | None], rows: Sequence[Sequence[Split]]) -> None:
         self.done = threading.Event()
-        """Set once all are built, or one has failed."""
+        """Set once all channels are built, or one has failed."""
         self._make = make
         self._guard = threading.Lock()
         self._abandoned = False
@@ -269,24 +278,25 @@ class _ChannelBuilder:
                 self.done.set()
 
     def _keep(self, name: str, channel: Channel) -> bool:
-        """Keep a channel; return False if nobody waits for it any more, after destroying it in the calling thread."""
+        """Store a new channel for `taken`. After `abandon`, destroy it in the calling thread instead and return
+        False."""
         with self._guard:
             if not self._abandoned:
                 self._channels[name] = channel
                 self.made += 1
                 return True
-        channel.detach()  # the channel holds its store, which the back end may use until its end
+        channel.detach()  # the back end may use the channel's store until it is destroyed
         return False
 
     def abandon(self) -> None:
-        """Release all channels, including those still to come, because nobody waits for them any more."""
+        """Release all channels, including those still under construction, because nobody waits for them any more."""
         with self._guard:
             self._abandoned = True
             made, self._channels = self._channels, {}
         _release_channels(made)
 
     def taken(self) -> dict[str, Channel]:
-        """Return the channels, which belong to the caller from now on. Raises the error of the first that failed."""
+        """Return the channels; the caller owns them from now on. Raises the error of the first channel that failed."""
         if self._error is not None:
             error, self._error = self._error, None
             self.abandon()
@@ -299,13 +309,13 @@ def _release_channels(
     aborting: Sequence[threading.Thread] = (),
     connecting: MutableMapping[str, Backend] | None = None,
 ) -> None:
-    """Destroy back ends once they are aborted, without waiting for one that is stuck.
+    """Destroy back ends after their abort, without waiting for one that is stuck.
 
     A back end joins its threads when it is destroyed, and one of them may be in the middle of a message
-    (`Transfer.wait`). Such a back end is left behind until gloo's own timeout ends it. No other code may hold a
-    reference to a back end, or the garbage collector might destroy it, and block, in any thread at any time.
+    (`Transfer.wait`). Such a back end is left alone until gloo's own timeout ends it. No other code may hold a
+    reference to a back end: otherwise the garbage collector might destroy it, and block, in any thread at any time.
     """
-    stores = [channel.store for channel in channels.values()]  # back ends may use them until their end
+    stores = [channel.store for channel in channels.values()]  # back ends may use their stores until they are destroyed
     going = [channel.detach() for channel in channels.values()]
     if connecting is not None:
         going += [connecting.pop(name) for name in list(connecting)]
@@ -340,7 +350,8 @@ def _shut_down(inodes: set[int]) -> None:
 
 
 def _sockets() -> Iterator[tuple[int, socket.socket]]:
-    """Yield (inode, duplicate) of every open socket; duplicated first, so that a reused descriptor does no harm."""
+    """Yield (inode, duplicate) of every open socket. The descriptor is duplicated first, so that its reuse does no
+    harm."""
     for name in os.listdir("/proc/self/fd"):
         try:
             copy = os.dup(int(name))

@@ -1,8 +1,8 @@
-"""Support of megatron-core's TransformerConfig, field by field: honoured, without meaning here, or refused.
+"""Decides for each field of megatron-core's TransformerConfig whether it is honoured, ignored or refused.
 
 This is an allow-list: a field that a later megatron-core adds is refused by name when it is set, never silently
-ignored. Fields without meaning are named once in the log. `docs/interface.md` has both lists. Called by the engine, by
-the stages, from which ignored fields are hidden, and by the trainer.
+ignored. Ignored fields are named once in the log. `docs/interface.md` has the lists of honoured and ignored fields.
+Called by the engine, by the trainer, and by stages, which hide ignored fields from megatron.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HONOURED_FIELDS = frozenset(
         *("add_bias_linear", "add_qkv_bias", "gated_linear_unit", "activation_func", "activation_func_clamp_value"),
         *("glu_linear_offset", "normalization", "layernorm_epsilon", "rotary_interleaved", "softmax_scale"),
         *("bias_activation_fusion", "bias_dropout_fusion", "deterministic_mode", "qk_layernorm"),
-        # the tokens that a token attends to, carried out by `compute.attention`
+        # the attention window, implemented in `compute.attention`
         *("window_size", "window_attn_skip_freq"),
         # initialisation
         *("init_method", "output_layer_init_method", "embedding_init_method"),
@@ -83,7 +83,7 @@ IGNORED_FIELDS = {
         *("cuda_graph_scope",),
     ),
 }
-"""Fields that change nothing here regardless of their values, by the reason."""
+"""Fields without any effect in resihp, regardless of their values, by the reason."""
 
 FIELD_HINTS = {
     "hidden_dropout": "set hidden_dropout=0.0: recomputing an iteration after a failure must give the same numbers",
@@ -100,18 +100,19 @@ FIELD_HINTS = {
 }
 
 Layers = Literal["local", "transformer_engine"]
-"""Layer implementations that can be requested. `transformer_impl` does not show whether the user set it."""
+"""Implementations of layers that a user may name. `transformer_impl` does not show whether the user has set it."""
 
 _INERT: dict[str, tuple[Any, ...]] = {
     "hidden_dropout": (0.0,),
     "attention_dropout": (0.0,),
-    "transformer_impl": ("local", "transformer_engine"),  # the latter is megatron's default, so not always a choice
+    "transformer_impl": ("local", "transformer_engine"),  # megatron's default is the latter: users may not have set it
 }
-"""Fields that have other inert values than just megatron's default."""
+"""Values without effect, for fields in which megatron's default is not the only value without effect."""
 
 
 def refuse_unhonoured(config: TransformerConfig) -> None:
-    """Raise ModelError if a field asks for something that resihp does not do; names all of them and their remedies."""
+    """Raise ModelError if a field asks for a function that resihp lacks. The message names all such fields, with
+    remedies."""
     ignored_names = _ignored_names()
     refused: list[tuple[str, Any, Any]] = []
     for field in dataclasses.fields(config):
@@ -138,7 +139,7 @@ def refuse_unhonoured(config: TransformerConfig) -> None:
 
 
 def _precision(config: TransformerConfig) -> list[tuple[str, Any, Any]]:
-    """Return fields with contradictory precisions: (name, value, allowed value)."""
+    """Return (name, value, allowed value) of a field that contradicts the other precision fields."""
     dtype = torch.bfloat16 if config.bf16 else torch.float32
     if config.params_dtype != dtype:
         return [("bf16" if config.bf16 else "params_dtype", config.bf16 or config.params_dtype, dtype)]
@@ -149,9 +150,9 @@ def _precision(config: TransformerConfig) -> list[tuple[str, Any, Any]]:
 def refuse_layers(layers: str) -> None:
     """Raise ModelError for Transformer Engine's layers, whether or not it is installed, and for unknown names.
 
-    megatron-core (0.16.1, extensions/transformer_engine.py) passes them their tensor-parallel group only if
-    `torch.distributed` has a default group. There is none here, since communicators live for one epoch: layers that are
-    cut would omit their sums without an error.
+    megatron-core (0.16.1, extensions/transformer_engine.py) passes these layers their tensor-parallel group only if
+    `torch.distributed` has a default group. resihp has none, since communicators live for one epoch: layers cut by
+    tensor parallelism would omit their sums without an error.
     """
     if layers == "local":
         return
@@ -166,7 +167,8 @@ def refuse_layers(layers: str) -> None:
 
 
 def layers_message(config: TransformerConfig) -> str:
-    """Return a notice for users who may expect Transformer Engine's layers; empty if the config asks for local ones."""
+    """Return a notice for users that may expect Transformer Engine's layers; empty if the configuration asks for local
+    layers."""
     if config.transformer_impl == "local":
         return ""
     return (
@@ -177,7 +179,7 @@ def layers_message(config: TransformerConfig) -> str:
 
 
 def ignored(config: TransformerConfig) -> tuple[str, ...]:
-    """Return the fields that were set and have no effect here, as "name=value"."""
+    """Return the fields that the user has set although they have no effect, as "name=value"."""
     names = _ignored_names()
     return tuple(
         f"{field.name}={_short(getattr(config, field.name))}"
@@ -187,7 +189,7 @@ def ignored(config: TransformerConfig) -> tuple[str, ...]:
 
 
 def without_ignored(config: TransformerConfig) -> TransformerConfig:
-    """Return a copy that hides ignored fields from megatron's own modules, too."""
+    """Return a copy of the configuration in which ignored fields have no effect on megatron's own modules either."""
     plain = copy.copy(config)
     names = _ignored_names()
     for field in dataclasses.fields(config):
@@ -214,7 +216,7 @@ def _invalid_windows(config: TransformerConfig) -> list[tuple[str, Any, Any]]:
 
 
 def describe(value: Any) -> Any:
-    """Return a configuration value as plain text and numbers, equal in every process for equal settings."""
+    """Return a configuration value as plain text and numbers. Equal settings give equal results in every process."""
     if isinstance(value, partial):
         return [describe(value.func), describe(value.args), {k: describe(v) for k, v in value.keywords.items()}]
     if isinstance(value, list | tuple):
@@ -235,7 +237,7 @@ def _inert_config() -> TransformerConfig:
 
 def _default(field: dataclasses.Field) -> Any:
     inert = _inert_config()
-    if hasattr(inert, field.name):  # the value that megatron itself derives from defaults
+    if hasattr(inert, field.name):  # megatron derives some values from the defaults of other fields
         return getattr(inert, field.name)
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 

@@ -1,9 +1,10 @@
-"""The worker's own device, and whether it can train. Each obstacle is reported in one line with a remedy.
+"""Selects the worker's device and checks whether it can train. Reports each obstacle in one line with a remedy.
 
 Called once per worker, after the fork: querying a GPU starts CUDA, which does not survive a fork. A ModelError means
-that the configuration is wrong, never the node, so no node is drained for it. A device's own error messages are passed
-on unchanged, for the analysis of a worker's last output (`resihp.detector.diagnosis`). Called by `backends.chosen` and
-the engine. Written from torch's source (c10/cuda/CUDAFunctions.cpp); not run on a GPU.
+that the configuration is wrong, not the node, so no node is drained for it. The device's own error messages are passed
+on unchanged, for the analysis of a worker's last output (`resihp.detector.diagnosis`). Never decides about a failed
+device. Called by `backends.chosen` and the engine. Written from torch's source (c10/cuda/CUDAFunctions.cpp); not run on
+a GPU.
 """
 
 from __future__ import annotations
@@ -23,27 +24,27 @@ from resihp.worker import torch_versions
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 LOCAL_RANK_VARIABLE = "LOCAL_RANK"
-"""Environment variable: number of the worker's device among those of the node."""
+"""Environment variable: index of the worker's device on its node."""
 SHARED_GPUS_VARIABLE = "RESIHP_SHARE_GPUS"
-"""Environment variable; `1`: workers share the visible GPUs, for tests on a machine with few."""
+"""Environment variable: if `1`, several workers share each visible GPU, for tests on a machine with few GPUs."""
 VISIBLE_GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables of torch's allocator, the newer one first."""
+"""Environment variables with settings of torch's allocator, the newer name first."""
 MAX_TAKEN_SHARE = 0.05
-"""Share of a device's memory that other processes may use without a notice: contexts of monitors are small."""
+"""Share of a device's memory that other processes may use without a notice, since monitoring tools use a little."""
 RELEASE_S = 5.0
-"""Time limit for waiting until other processes release memory. A killed process may keep its memory for seconds, and
-the worker that replaces it starts sooner than that. An estimate, not measured."""
+"""Seconds to wait until other processes release memory. A killed process may occupy memory for seconds, and the worker
+that replaces it may start sooner. An estimate, not measured."""
 RELEASE_POLL_S = 0.1
 _BUSY = "busy or unavailable"
-"""Part of CUDA's message about a device in exclusive mode that another process is using."""
+"""Part of CUDA's error message if another process uses a device in exclusive mode."""
 
 
 def visible() -> int:
-    """Return the number of GPUs that torch can use here.
+    """Return the number of GPUs that torch can use here; 0 if none were assigned.
 
-    Raises ModelError if GPUs were assigned and torch cannot use them, RuntimeError if they are broken. Training on
-    CPUs instead might go unnoticed for weeks.
+    Raises ModelError if GPUs were assigned but torch cannot use them, RuntimeError if they are broken. Without these
+    errors, training would silently use CPUs, perhaps for weeks.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -63,12 +64,13 @@ def visible() -> int:
 
 
 def is_first() -> bool:
-    """Return whether this worker has its node's first device."""
+    """Return whether this worker has the first device of its node."""
     return int(os.environ.get(LOCAL_RANK_VARIABLE) or 0) == 0
 
 
 def own_device(gpus: int) -> torch.device:
-    """Return this worker's GPU among `gpus` visible ones. Raises ModelError if there is none, or it is taken."""
+    """Return this worker's GPU among `gpus` visible ones. Raises ModelError if it does not exist or another process
+    uses it exclusively."""
     local = int(os.environ.get(LOCAL_RANK_VARIABLE) or 0)
     shared = os.environ.get(SHARED_GPUS_VARIABLE) == "1"
     if shared:
@@ -80,8 +82,7 @@ def own_device(gpus: int) -> torch.device:
         raise ModelError(f"device {local}: {count_of(gpus, 'GPU')} visible here; {hint}")
     device = torch.device("cuda", local)
     if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
-        # Each plan has tensors of other sizes: without this setting, fragmented free memory is useless to the next
-        # plan.
+        # Tensor sizes differ between plans: without this setting, the next plan cannot use fragmented free memory.
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
     try:
         taken_bytes, total_bytes = _released(device, shared)
@@ -99,9 +100,10 @@ def own_device(gpus: int) -> torch.device:
 
 
 def _released(device: torch.device, shared: bool) -> tuple[int, int]:
-    """Select a device after other processes have released all but a small part of its memory, or after `RELEASE_S`.
+    """Select a device, and wait until other processes have released nearly all of its memory, or until `RELEASE_S` has
+    passed.
 
-    Returns the bytes in use and the total. Raises RuntimeError if the device cannot be used.
+    Returns the bytes in use and the total bytes. Raises RuntimeError if the device cannot be used.
     """
     until = time.monotonic() + RELEASE_S
     while True:
@@ -118,12 +120,12 @@ def _released(device: torch.device, shared: bool) -> tuple[int, int]:
 
 
 def bind_near(device: torch.device, pci_devices: Path = PCI_DEVICES) -> None:
-    """Bind this process to the CPUs next to its GPU, since copies from another socket's memory take longer.
+    """Bind this process to the CPUs near its GPU, since copies from another socket's memory take longer.
 
-    Only to CPUs that the process may use already: a binding by Slurm or the user to other CPUs stays. Does nothing if
-    the kernel does not report which CPUs are near.
+    The binding only narrows the CPUs that the process may already use: if Slurm or the user has bound it to other CPUs,
+    nothing changes. Does nothing if the kernel does not report the GPU's CPUs.
     """
-    properties: Any = torch.cuda.get_device_properties(device)  # its stubs lack the PCI address
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the PCI address
     with suppress(AttributeError, OSError, ValueError):
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         near = _processors((pci_devices / address / "local_cpulist").read_text()) & os.sched_getaffinity(0)
@@ -141,17 +143,17 @@ def _processors(ranges: str) -> set[int]:
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """Return the total memory of a worker's device; None if it is shared with other workers, or a CPU."""
+    """Return the total memory of a worker's device in bytes; None for a CPU or a shared device."""
     return None if is_shared(device) else int(torch.cuda.mem_get_info(device)[1])
 
 
 def is_shared(device: torch.device) -> bool:
-    """Return whether other workers of the machine may compute on the device as well."""
+    """Return whether other workers of the node may compute on the same device."""
     return device.type == "cpu" or os.environ.get(SHARED_GPUS_VARIABLE) == "1"
 
 
 def refuse_slices(device: torch.device) -> None:
-    """Raise ModelError for a slice of a GPU in a job of several ranks: NCCL cannot connect slices."""
+    """Raise ModelError if a job of several ranks uses a MIG slice of a GPU: NCCL cannot connect slices."""
     name = torch.cuda.get_device_name(device)
     if " MIG " in f"{name} " and int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise ModelError(
@@ -161,7 +163,8 @@ def refuse_slices(device: torch.device) -> None:
 
 
 def refuse_precision(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ModelError for bf16 on a GPU that only emulates it, or with a torch that lacks its attention kernel."""
+    """Raise ModelError for bf16 on a GPU that only emulates it, or with a torch that lacks the attention kernel for
+    it."""
     if dtype is not torch.bfloat16 or device.type != "cuda":
         return
     if refusal := torch_versions.refusal_of_bf16(torch.__version__):

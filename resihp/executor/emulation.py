@@ -1,14 +1,14 @@
 """Emulates devices of a known speed by sleeping, so that many workers on few cores take realistic times.
 
-For tests and demonstrations of predicted times; decides nothing. Off unless LAYER_MS is in a worker's environment, and
-refused on a GPU. A chunk takes as long as the scheduler assumes before anything is measured
-(`resihp.scheduler.cost.profile.layer_units`), so that predictions can be compared with measured times; a fault (`slow`)
-divides the speed (`stopwatch`). Training computes as always; the emulated time must be long enough for that real work.
-Called by `trainer`.
+For tests and demonstrations of predicted times; decides nothing. Used only if LAYER_MS is set in a worker's
+environment; refused on a GPU. A chunk takes as long as the scheduler assumes before any measurement
+(`resihp.scheduler.cost.profile.layer_units`), so that predictions can be compared with measured times. A fault of kind
+`slow` reduces the speed (`stopwatch`). Training computes as always; the emulated time must be long enough for this real
+work. Called by `trainer`.
 
-Links between nodes are emulated in the same way (LINK_MS): a transfer between stages, or of a link's measurement,
-arrives that much later, and transfers on the same link follow one after the other. Collectives of more than two ranks,
-gradient sums and state transfers are not delayed.
+LINK_MS emulates links between nodes: a transfer between stages or in a link probe arrives later by this time, and
+transfers on one link follow one after the other. Collectives of more than two ranks, gradient sums and state transfers
+are not delayed.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from resihp.pipeline.program import GroupSpec
 from resihp.scheduler.cost.profile import Times, layer_units
 
 LAYER_MS = "RESIHP_EMULATED_LAYER_MS"
-"""Environment variable of workers: milliseconds of a layer's forward pass for one micro-batch on one healthy device. If
-unset, nothing is emulated."""
+"""Environment variable of workers: milliseconds that a healthy device needs for the forward pass of a layer on one
+micro-batch. If it is not set, devices are not emulated."""
 
 HEAD_LAYERS = "RESIHP_EMULATED_HEAD_LAYERS"
-"""Environment variable of workers: time of each of the head's passes (forward, backward, weights), in units of a
-layer's forward pass. If unset, it follows from the head's operations. With it, devices differ from the planner's
-assumptions until they are measured."""
+"""Environment variable of workers: duration of each pass of the head (forward, backward, weights), in units of a
+layer's forward pass. If it is not set, the number of operations in the head determines the duration. If it is set,
+devices differ from the planner's assumptions until they are measured."""
 
 Work = Literal["F", "B", "W", "BW"]
-"""Kinds of primitives as in `resihp.detector.online.monitor`: BW is a B that also does the work of W."""
+"""Kinds of primitives as in `resihp.detector.online.monitor`: BW is a B that includes the work of W."""
 
 Pace = Callable[[Work, HeldPart, int], float]
-"""Returns the seconds that a healthy device needs for a kind of work on a chunk that it holds."""
+"""Returns the seconds that a healthy device needs for work of a kind on one chunk of its part of the model."""
 
 
 def pace_of(environment: Mapping[str, str], model: ModelSpec, device: torch.device) -> Pace | None:
-    """Return the emulated pace; None if nothing is emulated. Raises ConfigurationError for an invalid time or a GPU."""
+    """Return the emulated speed of a device as a `Pace`; None if devices are not emulated. Raises ConfigurationError
+    for an invalid time, and on a GPU."""
     layer_s = _seconds(environment, LAYER_MS, device)
     if layer_s is None:
         return None
@@ -62,9 +63,10 @@ def pace_of(environment: Mapping[str, str], model: ModelSpec, device: torch.devi
 
 
 class Wires:
-    """Emulated links between nodes; each transfer over a healthy one takes `healthy_s` seconds.
+    """Emulated links between nodes. A transfer over a healthy link takes `healthy_s` seconds.
 
-    The trainer fills in `nodes`, by rank, and `speed`, which returns the speed of the link between two nodes.
+    The trainer sets `nodes`, each rank's node, and `speed`, which returns the relative speed of the link between two
+    nodes.
     """
 
     def __init__(self, healthy_s: float) -> None:
@@ -73,7 +75,8 @@ class Wires:
         self._healthy_s = healthy_s
 
     def of(self, group: GroupSpec) -> Callable[[], float] | None:
-        """Return a function that gives the present seconds of a transfer on a communicator; None if not emulated."""
+        """Return a function that returns the present duration in seconds of a transfer on a communicator; None if its
+        link is not emulated."""
         if group.use != "edge":
             return None
         a, b = (self.nodes.get(rank, "") for rank in group.ranks)
@@ -81,7 +84,7 @@ class Wires:
 
 
 def wires_of(environment: Mapping[str, str], device: torch.device) -> Wires | None:
-    """Return the emulated links, under the same rules as `pace_of`."""
+    """Return the emulated links; None if links are not emulated. Raises ConfigurationError as `pace_of` does."""
     healthy_s = _seconds(environment, LINK_MS, device)
     return None if healthy_s is None else Wires(healthy_s)
 

@@ -1,14 +1,14 @@
-"""One rank's share of training: takes its place in a plan, computes iterations, steps. Obeys; decides nothing.
+"""The engine of one rank: takes the rank's place in a plan, computes iterations, steps. Decides nothing.
 
-Life of an engine, driven by `resihp.executor.trainer`::
+Life of an engine, called by `resihp.executor.trainer` and `resihp.executor.supervised`::
 
     adopt(plan, rank, base) -> connect(...) -> move(...) -> begin(epoch) -> [run(...) -> step(outcome)] ...
        ^___________________ a new plan, after a failure or a decision; disconnect() first ________________|
 
-A transition is a transaction: between `adopt` and `begin`, the present and the next state exist side by side, and any
-failure leaves the present one unchanged. `run` computes an iteration's gradients and agrees on the step; only `step`
-changes parameters, and it needs no other rank. Gradients whose step is not taken are kept until the next `run`, so that
-a step that other ranks took before a failure can still be completed here.
+A transition is a transaction: between `adopt` and `begin`, the present and the next state exist side by side, and a
+failure leaves the present state unchanged. `run` computes the gradients of an iteration and agrees on the step with
+other ranks. Only `step` changes parameters, and it needs no other rank. If a failure occurs before the step, the
+gradients are not dropped until the next `run`, so that this rank can still complete a step that other ranks took.
 """
 
 from __future__ import annotations
@@ -54,21 +54,22 @@ from resihp.protocol.messages import MeetingId, StepOutcome
 from resihp.scheduler.cost import device_memory, memory
 
 MEETING_TIMEOUT_S = 10.0
-"""Time limit of ranks that wait for each other to measure their links."""
+"""Seconds for which ranks wait for each other in a link probe."""
 
 WARM_UP_TOKENS = (32, 64)
-"""Numbers of tokens with which a layer is run before a rank joins."""
+"""Numbers of tokens with which a layer is run before a rank joins a job."""
 
 STRICT_ORDER = "RESIHP_STRICT_ORDER"
-"""Environment variable that makes gloo follow the strictest form of NCCL's rules (`channels.SingleFile`)."""
+"""Environment variable: if `1`, gloo follows the strictest form of NCCL's rules (`channels.SingleFile`), for tests."""
 
 
 class Engine:
-    """One rank's engine, see the module. `sequence` is the length of the longest document.
+    """The engine of one rank; its life is described in the module's header. `sequence` is the length of the longest
+    document in tokens.
 
-    `seed` determines the first parameters, `vocab_multiple` pads the vocabulary tables to a multiple, `tied` shares the
-    embedding with the head, `pace` emulates a device's speed. Raises ModelError for a configuration with unsupported
-    settings, DatasetError for an empty data set.
+    `seed` determines the initial parameters. `vocab_multiple` pads the vocabulary tables to a multiple. `tied` shares
+    the embedding with the head. `pace` emulates a device's speed. Raises ModelError for a configuration with
+    unsupported settings, DatasetError for an empty data set.
     """
 
     def __init__(
@@ -106,29 +107,32 @@ class Engine:
         )
         self._held_out = None if evaluation is None else Batches(evaluation.dataset, sequence, self._batches)
         self.fingerprint: str = self._fingerprint()
-        """Digest of model and optimizer settings, the data set's first iteration, library versions and back end."""
+        """Digest of the settings of model and optimizer, the first iteration of the data set, library versions and back
+        end."""
         self.speed: Speed = full_speed
-        """Relative speed of this device under an injected fault."""
+        """Returns the relative speed of this device under an injected fault."""
         self.pace: Pace | None = pace
         self.wires: Wires | None = None
         """Emulated links between nodes; None if none are emulated."""
         self._measured: tuple[Stopwatch, Floats] = Stopwatch(), np.zeros((2, 0))
-        """Measurements of the last `run`, evaluated on demand, once the step after it is under way."""
+        """Stopwatch and workload of the last `run`. They are read only on demand, when the following step has been
+        started."""
         self.rank = -1
         self.plan: Plan | None = None
-        """The plan adopted last; in effect after `begin`."""
+        """The last plan that was adopted; in effect after `begin`. None before the first."""
         self.state: State | None = None
-        """State under the layout in effect."""
+        """State under the layout in effect; None on standby."""
         self.next: State | None = None
-        """State under the plan being prepared; the same object as `state` if nothing changes."""
+        """State under the plan in preparation; the same object as `state` if nothing changes. None if this rank has no
+        work under that plan, or if no plan is in preparation."""
         self.acknowledged: int | None = None
-        """Epoch of `next` once its state is complete."""
+        """Epoch of the plan in preparation, once the state in `next` is complete; otherwise None."""
         self._moves: tuple[Move, ...] = ()
         self._communicators: Communicators | None = None
         self._probe_communicators: Communicators | None = None
-        """Communicators of ranks that measure their links."""
+        """Communicators of a link probe in progress; otherwise None."""
         self._differed: int | None = None
-        """Last iteration whose sums indicated that ranks had different data."""
+        """Last iteration in which sums indicated that ranks had different data; None if there was none."""
         self._strict = os.environ.get(STRICT_ORDER) == "1"
 
     def _fingerprint(self) -> str:
@@ -147,7 +151,7 @@ class Engine:
         )
 
     def _model_spec(self, vocab: int, sequence: int, *, tied: bool, vocab_multiple: int) -> ModelSpec:
-        """Describe the model to the planner as this device computes it."""
+        """Return the planner's description of the model as computed on this device."""
         return model_spec(
             self._config,
             vocab,
@@ -159,10 +163,12 @@ class Engine:
         )
 
     def warm(self) -> None:
-        """Compile GPU functions now, on a throw-away layer; otherwise a joining rank would compile them in its first
-        iteration, while all others wait. Two numbers of tokens make the compiled code valid for any number. Widths
-        under tensor parallelism differ, and are still compiled on first use. Not run on a GPU; a CPU compiles
-        nothing."""
+        """Compile GPU functions now, on a temporary layer. Otherwise a joining rank would compile them in its first
+        iteration, while all other ranks wait.
+
+        Two numbers of tokens make the compiled code valid for any number. Tensor parallelism changes widths, so
+        functions may still be compiled on first use. Does nothing on a CPU. Not yet run on a GPU.
+        """
         if self.device.type == "cuda":
             self._pass_through_a_layer()
 
@@ -174,38 +180,38 @@ class Engine:
 
     @property
     def measured(self) -> Floats:
-        """Times of the last `run`'s primitives (`resihp.detector.observation.CHUNKS`)."""
+        """Measurements of the primitives of the last `run`, with the rows of `resihp.detector.observation.CHUNKS`."""
         stopwatch, workload = self._measured
         return np.vstack([stopwatch.read(), workload])
 
     @property
     def reduced_s(self) -> float:
-        """Time from the beginning of the last `run` until all its gradients were summed."""
+        """Seconds from the beginning of the last `run` until all its gradients were reduced."""
         return self._measured[0].reduced_s()
 
     @property
     def back_end(self) -> str:
-        """Name of the back end of its communicators."""
+        """Name of the communicators' back end."""
         return self._back_end.name
 
     @property
     def specs(self) -> tuple[ParameterSpec, ...]:
-        """All parameters of the model: names, shapes and cuts, which do not depend on the plan."""
+        """All parameters of the model: names, shapes and cut axes. They do not depend on the plan."""
         return self._builder.specs[False]
 
     @property
     def stepped(self) -> int:
-        """Last iteration whose step this rank's state includes, by a step or by loading; 0 without state."""
+        """Last iteration included in this rank's state, by a step or by loading a checkpoint; 0 without state."""
         return self.state.stepped if self.state else 0
 
     @property
     def ready(self) -> int | None:
-        """Iteration whose gradients are all reduced on this rank and still held."""
+        """Iteration of the reduced gradients in this rank's memory; None if there are none."""
         return self.state.ready if self.state else None
 
     @property
     def holds(self) -> tuple[int, ...]:
-        """Epochs under whose layouts this rank holds state."""
+        """Epochs for which this rank has state: that of the plan in effect, and that of an acknowledged next plan."""
         epochs = [self.state.epoch] if self.state else []
         if self.acknowledged is not None and self.next is not None and self.acknowledged not in epochs:
             epochs.append(self.acknowledged)
@@ -214,7 +220,7 @@ class Engine:
     # --- a place in a plan ------------------------------------------------------------------------------------
 
     def prepare(self, plan: Plan, rank: int) -> Prepared:
-        """Derive and check everything that follows from a plan. Raises LayoutError or PlanError."""
+        """Derive programs, groups and buckets from a plan, and check them. Raises LayoutError or PlanError."""
         return self._preparation.prepare(plan, rank)
 
     def check(
@@ -226,18 +232,18 @@ class Engine:
         memory_bytes: int | None,
         iteration: int = 1,
     ) -> None:
-        """Check that this rank could carry out a plan from `iteration` on. Raises PlanError or LayoutError if not."""
+        """Raise PlanError or LayoutError if this rank cannot carry out a plan from `iteration` on."""
         self._preparation.check(plan, rank, base, nodes, memory_bytes, iteration)
 
     def adopt(self, plan: Plan, rank: int, base: Base | None = None, nodes: Mapping[int, str] | None = None) -> None:
-        """Prepare to take `rank`'s place in `plan`: build the state that it will hold beside its present state.
+        """Take `rank`'s place in `plan`: build the state that the plan needs on this rank, beside its present state.
 
-        Without a `base` no rank has stepped yet: first parameters are drawn, and the plan takes effect at once.
+        Without a `base`, no rank has stepped yet: initial parameters are drawn, and the plan takes effect at once.
         """
         assert self._communicators is None, "disconnect first"
         self.prepare(plan, rank)
         if base is not None and self.acknowledged == base.epoch:
-            self.begin(base.epoch)  # the plan that this rank acknowledged did take effect; its order did not arrive
+            self.begin(base.epoch)  # the acknowledged plan took effect, but `Begin` did not arrive here
         if base is None or rank not in base.survivors:
             self.state = None
         self.plan, self.rank = plan, rank
@@ -259,9 +265,10 @@ class Engine:
         timeout_s: float,
         called_off: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Build all communicators of `plan` that this rank belongs to, if any, including those for moving state.
+        """Build all communicators of `plan` that include this rank, and those for moving state.
 
-        Raises CommunicatorError when a peer does not come within `timeout_s`, when woken, or when called off.
+        Raises CommunicatorError if a peer does not arrive within `timeout_s`, after `wake`, or if `called_off` returns
+        True.
         """
         self.disconnect()
         prepared = self.prepare(plan, rank)
@@ -280,7 +287,7 @@ class Engine:
             return
         self._back_end.free_cached_memory()
         try:
-            if called_off():  # before there was a communicator to wake
+            if called_off():  # `wake` may have been called before there was a communicator
                 raise CommunicatorError(f"epoch {plan.epoch}: called off")
             communicators.open(rendezvous)
         except BaseException:
@@ -297,18 +304,18 @@ class Engine:
         patience_s: float | None = None,
         called_off: Callable[[], bool] = lambda: False,
     ) -> Iterator[Communicators]:
-        """Build communicators beside the plan's, and close them at the end of the block. None of their ranks uses the
-        plan's communicators meanwhile: all are parked, or all are between the same two iterations.
+        """Build communicators beside those of the plan, for a link probe, and close them at the end of the block.
 
-        Raises CommunicatorError when a peer does not come within `patience_s` (default `MEETING_TIMEOUT_S`), when
-        woken, or when called off.
+        Meanwhile, none of their ranks may use the plan's communicators: all ranks are parked, or all are between the
+        same two iterations. `patience_s` is the time limit for the arrival of peers, `MEETING_TIMEOUT_S` by default.
+        Raises CommunicatorError if a peer does not arrive in time, after `wake`, or if `called_off` returns True.
         """
         patience_s = MEETING_TIMEOUT_S if patience_s is None else patience_s
         self._probe_communicators = communicators = Communicators(
             meeting, rank, memberships, MEETING_TIMEOUT_S, self._back_end, patience_s=patience_s, wires=self.wires
         )
         try:
-            if called_off():  # before there was a communicator to wake
+            if called_off():  # `wake` may have been called before there was a communicator
                 raise CommunicatorError(f"{meeting}: called off")
             communicators.open(rendezvous)
             yield communicators
@@ -317,9 +324,10 @@ class Engine:
             communicators.close()
 
     def move(self, plan: Plan, observer: Observer, stepped: int, updates: int) -> int:
-        """Receive the state of iteration `stepped` that the adopted place lacks; return the number of bytes received.
+        """Receive the state of iteration `stepped` that this rank lacks under the adopted plan, and send the state that
+        others lack. Return the number of bytes received.
 
-        From here on the rank holds both states, until `begin`. Raises CommunicatorError.
+        From now on the rank has both states, until `begin`. Raises CommunicatorError.
         """
         assert self._communicators is not None, "connect first"
         received = state_transfer.move_state(
@@ -341,18 +349,19 @@ class Engine:
         return received
 
     def memory_expected(self) -> str:
-        """Describe the memory that this rank was expected to need under its plan, for an out-of-memory error."""
+        """Return a description of the memory that this rank was expected to use under its plan, for an out-of-memory
+        error."""
         if self.plan is None:
             return f"rank {self.rank}: no plan yet, so no memory of its device was expected to be in use"
         return memory.expected(self.plan, self.rank, self.model, self._batches.longest, self._overhead)
 
     @property
     def extra_bytes(self) -> int:
-        """Memory needed to hold the present and the next state side by side."""
+        """Bytes that the present and the next state together need beyond the larger of the two."""
         return extra_bytes(self.state, self.next)
 
     def begin(self, epoch: int) -> None:
-        """Put the plan of `epoch` into effect, and release state that it does not need; all state if on standby."""
+        """Put the plan of `epoch` into effect, and release the state that it does not need; on standby, all state."""
         if self.next is not None or self.state is None or self.state.epoch != epoch:
             if self.state is not None and self.state is not self.next:
                 self.state.gradients.release()
@@ -365,7 +374,7 @@ class Engine:
             self._communicators.release(state_transfer.STATE_GROUP_PREFIX)
 
     def disconnect(self) -> None:
-        """Release all communicators. Safe at any time in the rank's own thread."""
+        """Release all communicators. Safe at any time, in the rank's own thread."""
         if self.state is not None:
             self.state.stage.tp_group.bind(None)
         if self._communicators is not None:
@@ -373,7 +382,7 @@ class Engine:
             self._communicators = None
 
     def wake(self) -> None:
-        """Make every wait of this rank raise CommunicatorError. Called from another thread."""
+        """Make every wait of this rank raise CommunicatorError. Any thread."""
         for communicators in (self._probe_communicators, self._communicators):
             if communicators is not None:
                 communicators.wake()
@@ -381,7 +390,8 @@ class Engine:
     # --- an iteration -----------------------------------------------------------------------------------------
 
     def workload(self, iteration: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return tokens and sum of squared lengths of each micro-batch, without reading data. Raises DatasetError."""
+        """Return the number of tokens and the sum of squared lengths of each micro-batch, without loading data. Raises
+        DatasetError."""
         batch = self._batches.of(iteration)
         return tuple(micro_batch.tokens for micro_batch in batch), tuple(
             micro_batch.sum_squared_lengths for micro_batch in batch
@@ -396,12 +406,13 @@ class Engine:
         saving: Callable[[], bool] = lambda: False,
         save: Callable[[], bool] = lambda: False,
     ) -> StepOutcome:
-        """Compute this rank's share of an iteration, and agree with all others on its step, which is not taken yet.
+        """Compute this rank's share of an iteration, and agree with all other ranks on the step, without taking it.
 
-        Callbacks are evaluated at the end: `pause`, whether this rank was told to park after the iteration (all ranks
-        pause when the number of micro-batches changes next); `saving`, whether it is still writing a checkpoint;
-        `save`, whether it was told to write one now. Raises CommunicatorError when a peer is lost or on `wake`; the
-        iteration can then be run again after `disconnect`, `adopt` and `connect`. Raises errors of the data set.
+        The callbacks are called at the end of the iteration. `pause` returns whether this rank was ordered to park
+        after the iteration. (All ranks also pause if the next iteration has another number of micro-batches.) `saving`
+        returns whether this rank is still writing a checkpoint. `save` returns whether it was ordered to write a
+        checkpoint now. Raises CommunicatorError after the loss of a peer or after `wake`; the iteration can then be run
+        again after `disconnect`, `adopt` and `connect`. Raises errors of the data set.
         """
         stopwatch = stopwatch_of(self.device, self.speed)
         self._preparation.check_number(plan, iteration)
@@ -426,10 +437,10 @@ class Engine:
             )
 
     def evaluate(self, plan: Plan, observer: Observer) -> tuple[float, int]:
-        """Return the loss of the present weights over the evaluation data set, and its number of tokens.
+        """Return the mean loss of the present weights over the evaluation data set, and its number of tokens.
 
-        Changes no state. There is one sum over all ranks, at the end; a rank may begin a global batch while others are
-        still at the one before. Raises the same errors as `run`, and can be repeated in the same way.
+        Changes no state. Ranks synchronise only by one sum at the end, so a rank may begin a global batch while others
+        still compute the previous one. Raises the same errors as `run`, and can be repeated in the same way.
         """
         self.prepare(plan, self.rank)
         assert self.evaluation is not None
@@ -453,7 +464,7 @@ class Engine:
     def _iteration(
         self, prepared: Prepared, number: int, batches: Batches, observer: Observer
     ) -> tuple[State, Iteration]:
-        """Return this rank's state and its work on a global batch. Raises CommunicatorError, DatasetError."""
+        """Return this rank's state, and its work on global batch `number`. Raises CommunicatorError, DatasetError."""
         state, communicators = self.state, self._communicators
         if state is None or communicators is None:
             raise CommunicatorError(f"rank {self.rank}: not connected")
@@ -474,8 +485,11 @@ class Engine:
 
     @contextmanager
     def _retry_after_abort(self, iteration: int) -> Iterator[None]:
-        """Guard the last sum, which an abort on another rank can fill with anything: report differing data as
-        CommunicatorError the first time, and as DatasetError if it happens again in the same iteration."""
+        """Handle a DatasetError of the last sum, which may contain anything if another rank aborted it.
+
+        The first DatasetError of an iteration is raised as CommunicatorError, so that the iteration is repeated. A
+        second one in the repeated iteration is raised as DatasetError.
+        """
         try:
             yield
             self._differed = None
@@ -486,7 +500,7 @@ class Engine:
             raise CommunicatorError(f"iteration {iteration}: {error}") from error
 
     def step(self, outcome: StepOutcome) -> None:
-        """Take the step that all ranks agreed on. Local: needs no communicator and no peer."""
+        """Take the step that all ranks agreed on. Needs no communicator and no other rank."""
         state = self.state
         if state is None or state.ready != outcome.iteration or outcome.iteration != state.stepped + 1:
             raise ResihpError(
@@ -500,7 +514,8 @@ class Engine:
         state.stepped = outcome.iteration
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every active rank's value, in the order of `plan.layout.active`. msgpack must be able to encode it."""
+        """Return the values of all active ranks, in the order of `plan.layout.active`. msgpack must be able to encode
+        them."""
         communicators = self._communicators
         if communicators is None or communicators.world is None:
             return [value]
@@ -512,7 +527,7 @@ class Engine:
         return self.state.optimizer.updates if self.state else 0
 
     def resume(self, iteration: int, updates: int) -> None:
-        """Continue after `iteration`, once all tensors have been filled."""
+        """Continue after `iteration` with `updates` optimizer updates. Call this when all tensors have been filled."""
         assert self.state is not None
         self.state.stepped, self.state.ready = iteration, None
         self.state.optimizer.resume(updates)

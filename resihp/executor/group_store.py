@@ -1,8 +1,8 @@
-"""The `torch.distributed.Store` of one communicator's back end, and the transport behind it.
+"""The `torch.distributed.Store` of a communicator, and the transports behind it.
 
-gloo and NCCL exchange addresses and ids through such a store. Under an agent it is a `GroupStore`, which keeps the
-messages of one group of a meeting (`resihp.protocol.rendezvous`); under torchrun it is torchrun's own store. Used by
-`communicators`, created by `trainer`; decides nothing.
+gloo and NCCL exchange addresses and ids through such a store. Under an agent, it is a `GroupStore`, on top of one group
+of a rendezvous (`resihp.protocol.rendezvous`). Under torchrun, it is torchrun's own store. Created by `trainer` and
+`supervised`, used by `communicators`; decides nothing.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ Store = Any
 
 
 class JoinedMeeting(Protocol):
-    """A meeting that this rank has joined."""
+    """A rendezvous that this rank has joined."""
 
     @property
     def at_once(self) -> bool:
-        """Whether several threads may wait in its stores at the same time."""
+        """Whether several threads may wait at the same time in the stores of this rendezvous."""
 
     def store(self, group: str) -> Store:
-        """Return the store for the back end of that communicator."""
+        """Return the store for the communicator with this name."""
 
     def leave(self) -> None:
-        """Make all waits in its stores raise, if the store allows that. From any thread; idempotent."""
+        """Make all waits in these stores raise, if the kind of store allows it. Any thread; idempotent."""
 
 
 class MeetingPlace(Protocol):
-    """A place where ranks meet to build communicators."""
+    """The service by which ranks join a rendezvous to build communicators."""
 
     def attend(self, meeting: MeetingId, groups: Sequence[str], patience_s: float) -> JoinedMeeting: ...
 
 
 class GroupStore(dist.Store):
-    """Messages between the ranks of one communicator; `attend` its meeting first.
+    """The store of one communicator under an agent. Join its rendezvous (`attend`) first.
 
     gloo and NCCL in torch 2.13 call `set`, `get`, `wait` and `multi_get` while they connect. NCCL's monitor calls
-    `check` once a second, which is answered locally. A key is set only once. Waiting raises CommunicatorError, after
-    the rank's own time limit or as soon as it is woken; meanwhile it does not hold the interpreter lock. torch finds
-    the Python half of a store only while it is referenced: `channels.Channel` keeps the reference.
+    `check` once a second, which is answered locally. A key can be set only once. A wait raises CommunicatorError after
+    the time limit of the rank, or as soon as the rank is woken; it does not hold the interpreter lock. torch finds the
+    Python part of a store only while a reference to it exists, so `channels.Channel` has one.
     """
 
     def __init__(self, attendance: Attendance, group: str) -> None:
@@ -75,7 +75,8 @@ class GroupStore(dist.Store):
         return self._attendance.has(self._group, keys)
 
     def has_extended_api(self) -> bool:
-        """Return whether `append`, `multi_get` and `multi_set` exist; keys are set once, never appended to."""
+        """Return whether `append`, `multi_get` and `multi_set` exist. False, since keys are set once and never appended
+        to."""
         return False
 
 
@@ -84,7 +85,7 @@ def _bytes(value: bytes | str) -> bytes:
 
 
 class AgentRendezvous:
-    """Meetings over the socket to the agent. `attend`: that of `resihp.protocol.client.AgentClient`."""
+    """Rendezvous over the socket to the agent. `attend` is `resihp.protocol.client.AgentClient.attend`."""
 
     def __init__(self, attend: Callable[[MeetingId, Sequence[str], float], Attendance]) -> None:
         self._attend = attend
@@ -107,7 +108,7 @@ class _AgentMeeting:
 
 
 class TorchRendezvous:
-    """Meetings in a torch store that outlives the ranks: torchrun's. Waits there cannot be woken."""
+    """Rendezvous in torchrun's store, which outlives the ranks. Waits in this store cannot be woken."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -118,7 +119,7 @@ class TorchRendezvous:
 
 class _StoreMeeting:
     at_once = False
-    """A thread that waits in torch's store occupies its only connection, so no other thread can use it meanwhile."""
+    """False: a thread that waits in torch's store occupies its only connection, so that no other thread can use it."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -1,4 +1,4 @@
-"""What a plan means for one rank: programs, groups and buckets, checked before anything is built.
+"""Derives from a plan the programs, groups and buckets that one rank needs, and checks them before anything is built.
 
 Refuses a plan that this rank could not carry out. Never builds state or communicators, and never decides which plan is
 better. Called by `resihp.executor.engine`.
@@ -27,10 +27,10 @@ from resihp.scheduler.cost.device_memory import Overhead
 
 
 class PlanPreparation:
-    """Derives programs from plans, and remembers those of the last one.
+    """Derives programs from plans, and remembers those of the last plan.
 
-    `specs`: parameters of the model without and with sequence parallelism; `longest`: tokens of the longest
-    micro-batch.
+    `specs` are the parameters of the model, without and with sequence parallelism. `longest` is the number of tokens of
+    the longest micro-batch.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class PlanPreparation:
         self._longest, self._overhead = longest, overhead
         self._prepared: Prepared | None = None
         self.evaluates: Prepared | None = None
-        """Programs of an evaluation under the same plan."""
+        """Programs of an evaluation under the plan prepared last; None without evaluation."""
 
     def prepare(self, plan: Plan, rank: int) -> Prepared:
-        """Derive and check everything that follows from a plan. Raises LayoutError or PlanError."""
+        """Derive programs, groups and buckets from a plan, and check them. Raises LayoutError or PlanError."""
         if self._prepared is not None and self._prepared.plan == plan:
             return self._prepared
         specs = self._specs[plan.sequence_parallel]
@@ -78,7 +78,8 @@ class PlanPreparation:
         return prepared
 
     def _forward_only(self, prepared: Prepared) -> Prepared:
-        """Return the evaluation's programs under a plan: for its full batch, even while a ramp-up has fewer."""
+        """Return the evaluation's programs under a plan. They cover the full global batch, even during a batch
+        ramp-up."""
         plan, programs, number = prepared.plan, prepared.programs, self._batch_sizes.usual
         if plan.micro_batches != number:
             plan = plan.dealing(number)
@@ -96,7 +97,7 @@ class PlanPreparation:
         memory_bytes: int | None,
         iteration: int = 1,
     ) -> None:
-        """Check that this rank could carry out a plan from `iteration` on. Raises PlanError or LayoutError if not."""
+        """Raise PlanError or LayoutError if this rank cannot carry out a plan from `iteration` on."""
         self.prepare(plan, rank)
         self.check_number(plan, iteration)
         if base is not None:
@@ -120,7 +121,7 @@ class PlanPreparation:
             raise LayoutError(f"plan of epoch {plan.epoch}: {shares} shares for {replicas} replicas")
 
     def check_number(self, plan: Plan, iteration: int) -> None:
-        """Check that the plan deals as many micro-batches as the iteration has. Raises LayoutError."""
+        """Raise LayoutError if the plan's number of micro-batches differs from that of the iteration."""
         due = self._batch_sizes.at(iteration)
         if plan.micro_batches != due:
             raise LayoutError(

@@ -1,9 +1,9 @@
-"""The tensor-parallel group as megatron-core's layers see it: one object for a stage's whole life.
+"""The tensor-parallel group as seen by megatron-core's layers: one object for the whole life of a stage.
 
-Layers keep the group that they are built with, but communicators live for one epoch. So layers get this object, which
-knows size and rank before any communicator exists, and passes collectives on to the communicator that is bound at the
-time. It also measures the time spent waiting for peers separately from computation: a waiting rank is a victim of a
-slow device, not its cause.
+Layers store the group given to their constructors, but communicators live for one epoch. So layers get a `TensorGroup`,
+which knows size and rank before any communicator exists, and passes collectives on to the communicator bound at the
+time. It also measures the time of waits for peers apart from the time of computation: a waiting rank is a victim of a
+slow device, not the cause. Used by stages, the interpreter and the engine; decides nothing.
 """
 
 from __future__ import annotations
@@ -24,32 +24,33 @@ dist: Any = torch.distributed
 """torch's own stubs lack most of the names used here."""
 
 Backend = Any
-"""torch's ProcessGroupGloo or ProcessGroupNCCL; their type stubs differ between versions."""
+"""torch's ProcessGroupGloo or ProcessGroupNCCL, untyped because their type stubs differ between versions."""
 
 LOCAL_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
-"""RuntimeErrors of the script and of the device; every other RuntimeError of a back end is caused by a peer."""
+"""RuntimeErrors caused by this rank's script or device. A peer causes every other RuntimeError of a back end."""
 OUT_OF_MEMORY_TEXTS = ("out of memory", "ALLOC_FAILED")
-"""Texts of libraries that allocate device memory themselves: NCCL for communicators, cuBLAS for its workspaces."""
+"""Error texts of libraries that allocate device memory themselves: NCCL for communicators, cuBLAS for its
+workspaces."""
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether an operation failed because the device had no memory left."""
+    """Return whether an operation failed because the device's memory was full."""
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in OUT_OF_MEMORY_TEXTS)
 
 
 class TensorGroup:
-    """Stand-in for a `torch.distributed.ProcessGroup` in megatron-core's layers and in `torch.distributed` calls."""
+    """Replaces a `torch.distributed.ProcessGroup` in megatron-core's layers and in calls of `torch.distributed`."""
 
     def __init__(self, size: int = 1, rank: int = 0) -> None:
         self._size = size
         self._rank = rank
         self._backend: Any = None
         self.waited_s = 0.0
-        """Seconds spent in collectives since the group was created."""
+        """Total seconds of waits for collectives since the group was created."""
         self.on_wait: Callable[[bool], None] = _ignore_wait
         """Called with True before and False after each wait."""
         self.on_start: Callable[[], None] = ignore_start
-        """Called when a collective is about to start: the rank's own work up to here is done."""
+        """Called when a collective is about to start, at which point the rank's own work so far is done."""
 
     def size(self) -> int:
         return self._size
@@ -58,14 +59,14 @@ class TensorGroup:
         return self._rank
 
     def bind(self, backend: Any) -> None:
-        """Use this communicator (`channels.Channel`) from now on; None when it is closed."""
+        """Use this communicator (`channels.Channel`) from now on; None if there is none."""
         self._backend = backend
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> TimedWork | None:
         """Reduce as `torch.distributed.all_reduce(..., group=self)` requires. Raises CommunicatorError.
 
-        A synchronous call counts as one wait from its beginning, and returns nothing. When NCCL's call returns, all
-        later work is already ordered behind it; other back ends are waited for here.
+        A synchronous call returns nothing, and all of it counts as a wait. When NCCL's call returns, all later work is
+        already ordered behind it; with other back ends, this method waits for the result.
         """
         if getattr(options, "asyncOp", True):
             return self._start(tensors[0], lambda backend: backend.allreduce(tensors, options))
@@ -76,19 +77,20 @@ class TensorGroup:
         return None
 
     def start_all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> TimedWork:
-        """Begin to reduce in place."""
+        """Start an all-reduce in place."""
         options = dist.AllreduceOptions()
         options.reduceOp = op
         return self._start(tensor, lambda backend: backend.allreduce([tensor], options))
 
     def start_all_gather(self, tensor: torch.Tensor) -> TimedWork:
-        """Begin to concatenate all ranks' tensors, of equal shapes, along their first dimension."""
+        """Start an all-gather, which concatenates the tensors of all ranks along their first dimension. Shapes must be
+        equal."""
         gathered = tensor.new_empty((self._size * tensor.shape[0], *tensor.shape[1:]))
         part = tensor.contiguous()
         return self._start(gathered, lambda channel: channel.all_gather(gathered, part))
 
     def start_reduce_scatter(self, tensor: torch.Tensor) -> TimedWork:
-        """Begin to sum over all ranks; each gets its own equal part of the first dimension."""
+        """Start a reduce-scatter: sum over all ranks, and give each rank its equal part of the first dimension."""
         if tensor.shape[0] % self._size:
             raise ValueError(f"tensor-parallel group: {tensor.shape[0]} rows cannot be cut for {self._size} ranks")
         own = tensor.new_empty((tensor.shape[0] // self._size, *tensor.shape[1:]))
@@ -96,16 +98,17 @@ class TensorGroup:
         return self._start(own, lambda channel: channel.reduce_scatter(own, whole))
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-        """Reduce in place and wait; does nothing in a group of one. Raises CommunicatorError."""
+        """All-reduce in place and wait; does nothing in a group of one rank. Raises CommunicatorError."""
         if self._size > 1:
             self.start_all_reduce(tensor, op).wait()
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return all ranks' tensors, concatenated; in a group of one the tensor itself. Raises CommunicatorError."""
+        """Return the concatenated tensors of all ranks; in a group of one rank the tensor itself. Raises
+        CommunicatorError."""
         return tensor if self._size == 1 else self.start_all_gather(tensor).result()
 
     def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the sum; in a group of one the tensor itself. Raises CommunicatorError."""
+        """Return this rank's part of the sum; in a group of one rank the tensor itself. Raises CommunicatorError."""
         return tensor if self._size == 1 else self.start_reduce_scatter(tensor).result()
 
     def _start(self, result: torch.Tensor, begin: Callable[[Any], Any]) -> TimedWork:
@@ -121,7 +124,7 @@ class TensorGroup:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Report and time a wait for peers. Failures in the block are raised as CommunicatorError."""
+        """Report and time a wait for peers. A failure in the block is raised as CommunicatorError."""
         self.on_wait(True)
         began = time.perf_counter()
         try:
@@ -133,7 +136,7 @@ class TensorGroup:
 
 
 class TimedWork:
-    """A collective under way; its wait is timed, and its failure is a CommunicatorError."""
+    """A collective in progress. Its wait is timed, and its failure is raised as CommunicatorError."""
 
     def __init__(self, group: TensorGroup, work: Any, result: torch.Tensor) -> None:
         self._group = group
@@ -155,10 +158,10 @@ class TimedWork:
 
 @contextmanager
 def guarded(activity: str) -> Iterator[None]:
-    """Turn the RuntimeErrors of a back end into CommunicatorError; `activity` begins the message.
+    """Raise RuntimeErrors of a back end as CommunicatorError; `activity` begins the message.
 
-    An error that reports a full device is raised as torch.OutOfMemoryError: NCCL allocates memory of its own for
-    communicators. It is not caused by a peer, and another plan with the same ranks would fail as well.
+    An error that reports full memory is raised as torch.OutOfMemoryError: NCCL allocates memory for communicators, so
+    no peer is to blame, and another plan with the same ranks would fail as well.
     """
     try:
         yield
@@ -179,11 +182,12 @@ def ignore_start() -> None:
 
 
 def patch_megatron() -> None:
-    """Make megatron-core's functions accept a `TensorGroup`; for any other group nothing changes.
+    """Make functions of megatron-core accept a `TensorGroup`; for any other group their behaviour does not change.
 
-    They ask a group for size and rank only if torch.distributed has a default group, and otherwise treat it as a group
-    of one, or as absent. resihp has no default group: communicators are created by name for each epoch. Megatron's
-    collectives along the sequence allocate on CUDA or in a global buffer, regardless of the tensor's device.
+    These functions use a group's size and rank only if torch.distributed has a default group; otherwise they treat it
+    as a group of one rank, or as absent. resihp has no default group: it creates communicators by name for each epoch.
+    In addition, megatron's collectives along the sequence allocate on CUDA or in a global buffer, regardless of the
+    tensor's device.
     """
     for module in [module for name, module in sys.modules.items() if name.startswith("megatron.core.")]:
         for name, replacement in _REPLACEMENTS.items():
@@ -199,7 +203,8 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "_gather_along_first_dim": lambda group, tensor, *_: group.all_gather(tensor),
     "_reduce_scatter_along_first_dim": lambda group, tensor, *_: group.reduce_scatter(tensor),
 }
-"""By name of megatron's function: its replacement, given the TensorGroup among its arguments, and all its arguments."""
+"""Replacement for each patched function of megatron. It gets the TensorGroup found among the arguments, then all
+arguments."""
 
 
 def _replaced(function: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:

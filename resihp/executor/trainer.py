@@ -1,7 +1,8 @@
-"""The training that users call: it follows a supervisor's plans under an agent, and trains plainly without one.
+"""The trainer that users call: under an agent it follows the supervisor's plans, otherwise it trains with one fixed
+layout.
 
-Owns the sequence of steps without an agent; with one, `supervised.worker` does. `engine.Engine` computes an iteration.
-Never decides about failures. Called by the user's script, as `resihp.Trainer`.
+Without an agent, this module contains the training loop; under an agent, `supervised.worker` does. `engine.Engine`
+computes an iteration. Never decides about failures. Called by the user's script, as `resihp.Trainer`.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Trainer:
         self._print_notices(config)
 
     def _print_notices(self, config: TransformerConfig) -> None:
-        """Print which speed is emulated, and on rank 0 which settings are ignored."""
+        """Print a notice if a speed is emulated, and, on rank 0, notices about ignored settings."""
         if self.engine.pace is not None:
             print(f"{emulation.LAYER_MS} is set: sleeps in every chunk, to emulate a device of that speed", flush=True)
         rank = int(os.environ.get("RANK", "0")) if self._client is None else self._client.start.rank
@@ -129,7 +130,7 @@ class Trainer:
             print(message, flush=True)
 
     def train(self, iterations: int) -> None:
-        """Train up to and including iteration `iterations`, from the newest checkpoint when resuming.
+        """Train up to and including iteration `iterations`; with `resume`, start from the newest checkpoint.
 
         Raises a `UsageError` before any communicator is built if the job cannot run as configured. Raises
         torch.OutOfMemoryError with a note about the expected memory.
@@ -198,7 +199,8 @@ class Trainer:
         self.engine.disconnect()
 
     def _resized(self, plan: Plan, rank: int, iteration: int, rendezvous: TorchRendezvous) -> Plan:
-        """Switch to a plan with the same layout and the larger number of micro-batches that begins with `iteration`."""
+        """Switch to a plan with the same layout and the larger number of micro-batches from `iteration` on; return this
+        plan."""
         engine, base = self.engine, Base(epoch=plan.epoch, layout=plan.layout, survivors=plan.layout.active)
         plan = msgspec.structs.replace(plan.dealing(engine.batch_sizes.at(iteration)), epoch=plan.epoch + 1)
         engine.disconnect()
@@ -228,7 +230,8 @@ class _NoObserver:
 
 
 def _torchrun_store(world: int) -> Store:
-    """Return the store of torchrun or of plain environment variables; a private one for a single process."""
+    """Return the store that torchrun's environment variables describe, also if set by hand; for a single process, a
+    private store."""
     if world == 1:
         return dist.HashStore()
     try:

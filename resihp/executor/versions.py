@@ -1,6 +1,6 @@
-"""Versions of the libraries in use and the commit of the training script, for the record. Never raises, never runs git.
+"""Reads the versions of libraries in use and the git commit of the training script, for the ledger.
 
-Called by the trainer when it declares.
+Never raises, and never runs git. Called by `supervised.worker` for the `Declare` message.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from resihp.protocol.inventory import MAX_TEXT_CHARS, Software
 from resihp.worker import nccl_versions
 
 MAX_GIT_FILE_BYTES = 1 << 24
-"""Number of bytes that are read of a file of git's; `packed-refs` has a line for each branch and tag."""
+"""Maximum number of bytes read from a file of git; `packed-refs` has a line for each branch and tag."""
 _COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
 
 
 def software(script: Path | None = None) -> Software:
-    """Return the versions in use, and the commit of `script`, by default the running script."""
+    """Return the versions in use, and the commit of the folder of `script`, by default the running script."""
     path = Path(sys.argv[0]) if script is None else script
     return Software(
         torch=torch.__version__[:MAX_TEXT_CHARS],
@@ -41,13 +41,13 @@ def _installed(package: str) -> str:
 
 
 def _nccl() -> str:
-    """Return the version of the NCCL library that is loaded; empty if none is."""
+    """Return the version of the loaded NCCL library; empty if none is loaded."""
     version = nccl_versions.loaded()
     return "" if version is None else nccl_versions.shown(version)[:MAX_TEXT_CHARS]
 
 
 def commit_of(folder: Path) -> str:
-    """Return the commit that is checked out in a folder, regardless of later changes; empty if there is none."""
+    """Return the commit checked out in a folder's repository, ignoring uncommitted changes; empty if there is none."""
     with suppress(OSError, ValueError, RuntimeError):
         for place in (folder.resolve(), *folder.resolve().parents):
             if (place / ".git").exists():
@@ -56,7 +56,7 @@ def commit_of(folder: Path) -> str:
 
 
 def _head(git: Path) -> str:
-    """Return the commit that a `.git` refers to. Raises OSError, ValueError."""
+    """Return the commit of HEAD for a `.git` folder or file. Raises OSError, ValueError."""
     if git.is_file():  # a work tree or a submodule
         git = git.parent / _read(git).removeprefix("gitdir:").strip()
     head = _read(git / "HEAD")

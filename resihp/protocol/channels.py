@@ -1,8 +1,9 @@
 """Channels: sockets that carry messages in frames (`framing`).
 
-`LocalChannel` blocks, and belongs to our own processes on one node. `SecureChannel` is an authenticated asyncio
-connection. Decides when a peer that does not read, or does not answer, is given up; keeps no message for another
-connection (`resumable` does). Called by agents, workers, the fork server, the supervisor and the command line.
+`LocalChannel` is a blocking channel between processes of one job on one node. `SecureChannel` is an authenticated
+asyncio connection. This module decides when to disconnect a peer that does not read or does not answer. It never keeps
+a message for a later connection (`resumable` does). Used by agents, workers, the fork server, the supervisor and the
+command line.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from resihp.protocol.framing import (
 )
 
 MAX_UNSENT_BYTES = 64 << 20
-"""Number of unsent bytes at which a peer that does not read is given up."""
+"""Number of unsent bytes at which a connection is aborted, because its peer does not read."""
 _CHUNK_BYTES = 1 << 16
 
 T = TypeVar("T")
 
 
 class LocalChannel:
-    """A blocking channel on an inherited socket: `send` from any thread, `recv` from one.
+    """A blocking channel on an inherited socket. Any thread may call `send`; only one thread may call `recv`.
 
-    `recv` reads one frame and not a byte more, so that the socket can be polled between frames.
+    `recv` reads one frame and nothing beyond it, so that the socket can be polled between frames.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -48,19 +49,20 @@ class LocalChannel:
         self._descriptors: list[int] = []
 
     def send(self, message: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
-        """Send one message, with file descriptors. Raises OSError when the peer is gone."""
+        """Send one message, with file descriptors. Raises OSError if the peer has closed its end."""
         frame = local_frame(encode(message))
         with self._lock:
             if descriptors:
                 sent = socket.send_fds(self._sock, [frame], list(descriptors))
                 frame = frame[sent:]
-            if frame:  # a peer that has all of it may have closed its end already
+            if frame:  # after receiving the whole frame, the peer may have closed its end
                 self._sock.sendall(frame)
 
     def recv(self, receives: Any) -> Any:
         """Return the next message, of the type or union `receives`.
 
-        Raises EOFError when the peer has closed (also inside a frame), ProtocolError for a bad frame, OSError.
+        Raises EOFError if the peer has closed its end (also inside a frame), ProtocolError for an invalid frame,
+        OSError.
         """
         length = announced_bytes(self._exactly(LOCAL_HEADER_BYTES))
         decoder = self._decoders.get(receives)
@@ -69,7 +71,10 @@ class LocalChannel:
         return decode(decoder, self._exactly(length))
 
     def take_descriptor(self) -> int:
-        """Return the oldest file descriptor received and not taken yet; they are in the order of the messages."""
+        """Return and remove the oldest file descriptor received. Descriptors are in the order of their messages.
+
+        Raises ProtocolError if there is none.
+        """
         if not self._descriptors:
             raise ProtocolError("a file descriptor was announced but did not arrive")
         return self._descriptors.pop(0)
@@ -96,11 +101,13 @@ class LocalChannel:
 
 
 class NoAnswerError(TimeoutError):
-    """The connection was accepted, but no greeting came in time: the peer is busy, stopped or not yet started."""
+    """The connection was accepted, but the peer did not complete the handshake in time: it is busy, stopped or not yet
+    started."""
 
 
 class SecureChannel(Generic[T]):
-    """An authenticated asyncio connection, made by `connect` or handed out by `resihp.protocol.serving`."""
+    """An authenticated asyncio connection, created by `connect` on the client's side and by `resihp.protocol.serving`
+    on the server's side."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, side: Side, receives: Any
@@ -115,13 +122,14 @@ class SecureChannel(Generic[T]):
         self.peer_host = self.peer.rpartition(":")[0]
         own = writer.get_extra_info("sockname")
         self.own_host = str(own[0]) if isinstance(own, tuple) and own else ""
-        """Address of this end of the connection."""
+        """Address of this process on the connection; empty if unknown."""
 
     @classmethod
     async def connect(
         cls, host: str, port: int, key: bytes, receives: Any, *, timeout_s: float = 5.0
     ) -> SecureChannel[T]:
-        """Connect and prove the key both ways. Raises OSError, TimeoutError (`NoAnswerError`), ProtocolError."""
+        """Connect, and authenticate both sides by the job's key. Raises OSError, TimeoutError (`NoAnswerError`),
+        ProtocolError."""
         channel: SecureChannel[T] | None = None
         try:
             async with asyncio.timeout(timeout_s):
@@ -139,14 +147,15 @@ class SecureChannel(Generic[T]):
         return channel
 
     async def prove(self) -> None:
-        """Perform the handshake; called by `connect` and `serving`. Raises ProtocolError."""
+        """Perform the handshake. Called by `connect` and `serving`. Raises ProtocolError."""
         self._writer.write(self._codec.greeting)
         while not self._codec.proven:
             if not await self._read():
                 self._codec.end()
 
     def post(self, message: msgspec.Struct) -> None:
-        """Queue one message. Raises ConnectionError when the connection is closed or the peer does not read."""
+        """Queue one message without waiting. Raises ConnectionError if the connection is closed or the peer does not
+        read."""
         transport = self._writer.transport
         if transport.is_closing():
             raise ConnectionResetError(f"connection to {self.peer} is closed")
@@ -156,13 +165,13 @@ class SecureChannel(Generic[T]):
         self._writer.write(self._codec.encode(message))
 
     async def send(self, message: msgspec.Struct) -> None:
-        """Queue one message and wait until the socket takes it. Raises ConnectionError."""
+        """Queue one message and wait until the socket accepts it. Raises ConnectionError."""
         self.post(message)
         await self._writer.drain()
 
     async def recv(self) -> T | None:
-        """Return the next message; None when the connection has ended. Raises ProtocolError, after all good
-        messages."""
+        """Return the next message; None at the end of the connection. Raises ProtocolError for an invalid frame, after
+        all valid messages before it have been returned."""
         while not self._waiting:
             if self._refused is not None:
                 raise self._refused
@@ -174,15 +183,15 @@ class SecureChannel(Generic[T]):
         return self._waiting.popleft()
 
     def close(self) -> None:
-        """Close; queued messages are still sent, without waiting for it."""
+        """Close the connection without waiting. Queued messages are still sent."""
         self._writer.close()
 
     def abort(self) -> None:
-        """Close at once; queued messages are lost."""
+        """Close the connection at once and drop queued messages."""
         self._writer.transport.abort()
 
     async def flushed(self) -> None:
-        """Wait until a closed connection is gone."""
+        """Wait until the connection is closed, after `close`."""
         try:
             await self._writer.wait_closed()
         except ConnectionError:

@@ -1,10 +1,10 @@
 """The worker's end of the socket to its agent: receives orders, sends reports and heartbeats.
 
-One thread sends heartbeats and listens, one sends reports; the main thread hands over its reports and fetches orders
-when it is ready for them, so that a slow or stopped agent never holds up training. Some events act at once, whatever
-the main thread does: a `Park` that does not wait for the iteration wakes it from a blocked collective; a `Halt` at
-once, and the end of the socket (the agent is gone, so nothing could fence the process), end the process. Used by
-`resihp.executor.supervised`; decides nothing else.
+A slow or stopped agent never blocks training: one thread receives orders and sends heartbeats, another thread sends
+reports, and the main thread only uses queues. Three events take effect at once, in the middle of the main thread's
+work. A `Park` that does not wait for the iteration interrupts a blocked collective. A `Halt` with `at_once` ends the
+process. So does the end of the socket, because without its agent the process could not be fenced. This module decides
+nothing else. Used by `resihp.executor.supervised`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from resihp.protocol.rendezvous import Attendance
 
 BEAT_S = 1.0
 LAST_WORDS_S = 10.0
-"""Seconds that a process that ends by an exception waits for its agent to take the report."""
+"""Seconds for which a process that ends by an exception waits until its agent has received the report."""
 AGENT_GONE_STATUS = 70
-"""Exit status of a worker whose agent vanished (EX_SOFTWARE of sysexits.h)."""
+"""Exit status of a worker that has lost its agent (EX_SOFTWARE of sysexits.h)."""
 
 Activity = Literal["starting", "compute", "communication", "parked", "checkpoint", "idle"]
 
@@ -42,8 +42,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Ignore a signal in this process alone: a program that it starts has the default handler again, and so has a
-    fork."""
+    """Ignore a signal in this process only: programs that it starts, and processes that it forks, have the default
+    handler."""
 
 
 def _restore_defaults() -> None:
@@ -56,11 +56,12 @@ os.register_at_fork(after_in_child=_restore_defaults)
 
 
 class InjectedFaultError(ResihpError):
-    """The exception that a `raise` fault raises in the user's thread."""
+    """Raised in the user's thread by an injected fault of kind `raise`."""
 
 
 class AgentClient:
-    """This worker's conversation with its agent. Methods are for the main thread unless noted as thread-safe."""
+    """A worker's connection to its agent. Only the main thread may call its methods, unless a method allows any
+    thread."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -70,11 +71,11 @@ class AgentClient:
             raise ProtocolError(f"agent: first frame is {type(start).__name__}, expected Start")
         self.start = start
         self.park_epoch = 0
-        """Newest epoch for which this rank was asked to park at once."""
+        """Newest epoch in an order to park at once."""
         self.pause_epoch = 0
-        """Newest epoch for which it was asked to park after the iteration under way."""
+        """Newest epoch in an order to park after the iteration in progress."""
         self.save_number = 0
-        """Number of the newest order to write a checkpoint after the iteration under way."""
+        """Number of the newest order to write a checkpoint after the iteration in progress (`SaveNext`)."""
         self.epoch = 0
         self.iteration = 0
         self.primitives = 0
@@ -85,13 +86,13 @@ class AgentClient:
         self._announced: queue.SimpleQueue[m.Probe] = queue.SimpleQueue()
         self._later: list[m.Probe] = []
         self._slow: dict[tuple[str, str] | None, m.Slow] = {}
-        """Injected slowness of links between two nodes and, under None, of this device."""
+        """Injected slowness, by the link's two nodes in ascending order; that of this device has the key None."""
         self._fault_answers: queue.SimpleQueue[m.FaultGo] = queue.SimpleQueue()
         self._spent: set[int] = set()
         self._wake: Callable[[], None] = lambda: None
         self._ask_device: Callable[[], tuple[bool, float]] = lambda: (False, 0.0)
         self._beaten = 0
-        """Number of primitives at the last heartbeat."""
+        """Value of `primitives` at the last heartbeat."""
         self._deaf = False
         self._absent: Callable[[Fault], bool] = lambda fault: False
         self._attended: dict[m.MeetingId, Attendance] = {}
@@ -102,11 +103,12 @@ class AgentClient:
     # --- to the agent -----------------------------------------------------------------------------------------
 
     def send(self, message: m.WorkerMessage | m.MeetingMessage) -> None:
-        """Queue one message for sending, in order, without waiting. Any thread. A vanished agent ends the process."""
+        """Queue one message without waiting; messages are sent in order. Any thread. The process ends if the agent is
+        lost."""
         self._outbox.put(message)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all queued messages have been sent; return False if it took too long."""
+        """Wait until all queued messages have been sent; return False if this takes longer than `timeout_s`."""
         sent = threading.Event()
         self._outbox.put(sent)
         return sent.wait(timeout_s)
@@ -135,7 +137,8 @@ class AgentClient:
         self.send(declaration)
 
     def attend(self, meeting: m.MeetingId, groups: Sequence[str], patience_s: float) -> Attendance:
-        """Take part in a meeting: publish values there, and receive those of others in these groups. Main thread."""
+        """Join a rendezvous, subscribing to `groups`. No wait in it takes longer than `patience_s` from now. Main
+        thread."""
         attended = {old: attendance for old, attendance in self._attended.items() if not attendance.left}
         attendance = attended[meeting] = Attendance(meeting, self.send, patience_s)
         self._attended = attended
@@ -149,12 +152,16 @@ class AgentClient:
         self._wake = wake
 
     def on_beat(self, ask_device: Callable[[], tuple[bool, float]]) -> None:
-        """Set the function that the listening thread calls to ask whether the device waits for peers, whatever its host
-        does, and for how many seconds it has not answered. It must not block on a device that is stuck."""
+        """Set the function that queries the device for a heartbeat. The listening thread calls it.
+
+        It returns whether the device waits for peers, independently of its host, and the seconds for which the device
+        has not answered. It must not block on a device that hangs.
+        """
         self._ask_device = ask_device
 
     def _beat(self) -> m.Progress:
-        """Return the next heartbeat. The device is asked only if the rank has made no progress since the last one."""
+        """Return the next heartbeat. The device is queried only if the rank has made no progress since the previous
+        heartbeat."""
         stands, self._beaten = self.primitives == self._beaten, self.primitives
         activity, unanswered_s = self.activity, 0.0
         if activity == "compute" and stands:
@@ -169,8 +176,8 @@ class AgentClient:
         )
 
     def next_order(self) -> m.WorkerOrder:
-        """Block until the next order to the main thread. A `hang` or `raise` fault may take effect here (standby
-        ranks)."""
+        """Block until the next order to the main thread arrives. On a standby rank, a `hang` or `raise` fault takes
+        effect here."""
         while True:
             order = self._orders.get()
             if isinstance(order, m.FaultGo):
@@ -179,24 +186,24 @@ class AgentClient:
                 return order
 
     def park_asked(self, epoch: int) -> bool:
-        """Return whether the rank was asked to park at once for an epoch newer than `epoch`."""
+        """Return whether an order to park at once has arrived for an epoch newer than `epoch`."""
         return self.park_epoch > epoch
 
     def pause_asked(self, epoch: int) -> bool:
-        """Return whether the rank was asked to park, at once or after the iteration, for an epoch newer than
+        """Return whether an order to park, at once or after the iteration, has arrived for an epoch newer than
         `epoch`."""
         return max(self.pause_epoch, self.park_epoch) > epoch
 
     def due_probe(self) -> m.Probe | None:
-        """Return a probe that is still to be answered, if any. Main thread."""
+        """Return and remove the oldest probe that is not answered yet, or None. Main thread."""
         try:
             return self._probes.get_nowait()
         except queue.Empty:
             return None
 
     def due_link_probes(self, iteration: int | None = None) -> list[m.Probe]:
-        """Return the probes announced for the end of this iteration or an earlier one; without an iteration, all. Main
-        thread."""
+        """Return and remove the link probes announced for the end of `iteration` or of an earlier one; all if None.
+        Main thread."""
         while not self._announced.empty():
             self._later.append(self._announced.get_nowait())
         due = [probe for probe in self._later if iteration is None or (probe.after_iteration or 0) <= iteration]
@@ -204,12 +211,12 @@ class AgentClient:
         return due
 
     def speed(self) -> float:
-        """Return the speed to which an injected fault limits this device now."""
+        """Return the present relative speed of this device under injected faults; 1 without a fault."""
         return self._speed(None)
 
     def link_speed(self, a: str, b: str) -> float:
-        """Return the speed to which an injected fault limits the link between two nodes now, one of them this
-        rank's."""
+        """Return the present relative speed of the link between nodes `a` and `b` under injected faults. One of them is
+        this rank's node."""
         return self._speed((min(a, b), max(a, b)))
 
     def _speed(self, link: tuple[str, str] | None) -> float:
@@ -224,7 +231,7 @@ class AgentClient:
             patience_s = next_beat - time.monotonic()
             if patience_s <= 0:
                 beat = self._beat()
-                if self._outbox.empty():  # an agent that does not take reports gets no heartbeats on top
+                if self._outbox.empty():  # no heartbeats while the agent does not accept reports
                     self.send(beat)
                 next_beat = time.monotonic() + BEAT_S
                 continue
@@ -242,7 +249,7 @@ class AgentClient:
             elif isinstance(order, m.Halt) and order.at_once:
                 if self._deaf:
                     end_by(signal.SIGTERM)
-                continue  # else the agent's own signal triggers the script's handler
+                continue  # otherwise the script handles the signal that the agent sends as well
             elif isinstance(order, m.Published):
                 if (attendance := self._attended.get(order.meeting)) is not None:
                     attendance.hear(order.said)
@@ -265,10 +272,10 @@ class AgentClient:
 
     @contextmanager
     def deaf(self) -> Iterator[None]:
-        """Ignore signals that would end the process, unless the script handles them itself. Main thread.
+        """Ignore the signals that would end the process, except those that the script handles itself. Main thread.
 
-        Slurm sends them to every process of a job that is to stop. The supervisor decides what is saved before the end;
-        to end a worker, it sends `Halt`.
+        Slurm sends these signals to every process of a job that must stop. The supervisor decides which state is saved
+        before the end; it ends a worker by `Halt`.
         """
         before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         unused = [number for number, handler in before.items() if handler is signal.SIG_DFL]
@@ -289,14 +296,15 @@ class AgentClient:
     _waiting_for: int | None = None
 
     def arm(self, absent: Callable[[Fault], bool]) -> None:
-        """Set the function that decides whether a fault's target has no work in the present plan."""
+        """Set the function that returns whether a fault's target has no work in the present plan."""
         self._absent = absent
 
     def faults_at(self, iteration: int, phase: Phase) -> None:
-        """Report due faults when the main thread enters `phase` of `iteration`; wait for the answer, and carry them
-        out.
+        """Report the faults that are due when the main thread enters `phase` of `iteration`; wait for the answer and
+        carry it out.
 
-        Raises InjectedFaultError for `raise`; CommunicatorError when asked to park while it waits.
+        Raises InjectedFaultError for a fault of kind `raise`; CommunicatorError if an order to park arrives during the
+        wait.
         """
         for fault in self.start.faults:
             if fault.id in self._spent or (fault.iteration, fault.phase) != (iteration, phase):
@@ -337,7 +345,7 @@ _client: AgentClient | None = None
 
 
 def attach() -> AgentClient | None:
-    """Return the client of this process, or None if it was not started by an agent."""
+    """Return the client of this process; None if no agent started the process."""
     global _client
     if _client is None and AGENT_FD in os.environ:
         _client = AgentClient(socket.socket(fileno=int(os.environ[AGENT_FD])))
@@ -345,8 +353,8 @@ def attach() -> AgentClient | None:
 
 
 def report_exception(error: BaseException) -> None:
-    """Report to the supervisor that the user's script is about to end with `error`. Called by the fork server's
-    child."""
+    """Report to the supervisor that the user's script is about to end with `error`. Called in the child of the fork
+    server."""
     client = attach()
     if client is None:
         return
@@ -366,7 +374,7 @@ def report_exception(error: BaseException) -> None:
 
 
 def _text_of(error: BaseException) -> str:
-    """Return the text of an exception, whose own `__str__` may fail."""
+    """Return the text of an exception. The exception's own `__str__` may fail."""
     try:
         return str(error)
     except Exception:  # noqa: BLE001 - the script's own code

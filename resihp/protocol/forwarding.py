@@ -1,8 +1,8 @@
-"""Reports and orders that an agent forwards, and the fields it reads of them.
+"""Encoding and decoding of reports and orders that an agent forwards between workers and supervisor.
 
-Reports of workers and orders to them stay encoded on their way through the agent (`messages.FromWorker`,
-`messages.ToWorkers`). The agent reads a label off each; the recipient decodes and checks all of it. Used by
-`wrapper.agent` and `wrapper.supervisor.agents.links`; decides nothing.
+Reports and orders stay encoded on their way through the agent (`messages.FromWorker`, `messages.ToWorkers`). The agent
+decodes only a `Label` of each message; the recipient decodes and checks the whole message. This module decides nothing.
+Used by `wrapper.agent` and `wrapper.supervisor.agents.links`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from resihp.protocol import messages as m
 from resihp.protocol.framing import decode
 
 MIN_DEFLATED_BYTES = 16 << 10
-"""Size from which a message to every agent is deflated, once for all: sealing and sending cost for each agent."""
+"""Size from which a message to all agents is compressed, once for all of them, because it is authenticated and sent
+once for each agent."""
 MAX_INFLATED_BYTES = 64 << 20
-"""Largest message accepted, after inflation."""
+"""Size limit of a message after decompression."""
 
 
 class _Outcome(msgspec.Struct, frozen=True):
@@ -31,10 +32,10 @@ class _Plan(msgspec.Struct, frozen=True):
 
 
 class Label(msgspec.Struct, frozen=True, kw_only=True):
-    """The few fields of a report or an order that its agent uses; each is set if the message has it."""
+    """The few fields of a report or an order that an agent reads. A field has its default if the message lacks it."""
 
     type: str
-    """Name of its class in `messages`, or of an unknown one."""
+    """Name of the message's class in `messages`; may be an unknown name."""
     epoch: int = 0
     fault: int = 0
     probe: int = 0
@@ -53,27 +54,29 @@ _reports: msgspec.msgpack.Decoder[m.WorkerMessage] = msgspec.msgpack.Decoder(m.W
 
 
 def label_of(body: bytes) -> Label:
-    """Return the label of a message, ignoring all other fields. Raises ProtocolError if it is not a message."""
+    """Decode only the label of a message. Raises ProtocolError if the bytes are not a message."""
     return decode(_labels, body)
 
 
 def report_of(body: bytes) -> m.WorkerMessage:
-    """Return a decoded report. Raises ProtocolError if it is not a report of a worker."""
+    """Decode a worker's report. Raises ProtocolError if the bytes are not a report of a worker."""
     return decode(_reports, body)
 
 
 def to_workers(ranks: tuple[int, ...], order: bytes, smaller: bytes | None) -> m.ToWorkers:
-    """Return an encoded order to workers of one node; `smaller`: the order as `deflated` returns it."""
+    """Wrap an encoded order for workers of one node. `smaller` is the result of `deflated(order)`; None if not
+    compressed."""
     return m.ToWorkers(ranks=ranks, body=smaller or order, deflated=smaller is not None)
 
 
 def order_in(message: m.ToWorkers) -> bytes:
-    """Return the order, still encoded. Raises ProtocolError."""
+    """Return the encoded order inside the message, decompressed. Raises ProtocolError."""
     return _inflated(message.body) if message.deflated else message.body
 
 
 def replicate(after: int, records: Sequence[bytes], *, smaller: bool) -> m.Replicate:
-    """Return encoded records that follow number `after`; `smaller`: deflated, where that is worth it."""
+    """Wrap encoded records that follow record number `after`. With `smaller`, compress them if that reduces their
+    size."""
     packed = deflated(msgspec.msgpack.encode(records)) if smaller else None
     if packed is None:
         return m.Replicate(after=after, records=tuple(records))
@@ -81,7 +84,7 @@ def replicate(after: int, records: Sequence[bytes], *, smaller: bool) -> m.Repli
 
 
 def records_in(message: m.Replicate) -> tuple[bytes, ...]:
-    """Return the records, each still encoded. Raises ProtocolError."""
+    """Return the encoded records inside the message, decompressed. Raises ProtocolError."""
     if not message.deflated:
         return message.records
     (packed,) = message.records or (b"",)
@@ -89,7 +92,8 @@ def records_in(message: m.Replicate) -> tuple[bytes, ...]:
 
 
 def deflated(body: bytes) -> bytes | None:
-    """Return a shorter form of a long message; None where that is not worth it."""
+    """Compress a message of more than `MIN_DEFLATED_BYTES`. Return None for a shorter message, or if compression does
+    not make it smaller."""
     if len(body) <= MIN_DEFLATED_BYTES:
         return None
     smaller = zlib.compress(body, 1)

@@ -1,6 +1,6 @@
-"""Frames on sockets: how a message becomes bytes, and which bytes are refused.
+"""Frames on sockets: the encoding of messages as bytes, and the check of received bytes.
 
-Two codecs without any input or output of their own; `channels` drives them:
+There are two codecs. They do no input or output themselves; `channels` calls them:
 
 ===============  ==============================  =========================================================
 codec            channel                         carries
@@ -10,13 +10,13 @@ codec            channel                         carries
 ===============  ==============================  =========================================================
 
 A local frame is a big-endian u32 length and a msgpack body (`LocalFrames` returns undecoded bodies). A secure
-connection opens with a greeting from both sides (8 bytes of magic, 32 random bytes); each direction has its own key,
+connection begins with a greeting from both sides (8 bytes of magic, 32 random bytes). Each direction has its own key,
 HMAC-SHA256(job key, direction, both nonces), so that no frame can be replayed on another connection or reflected. A
-secure frame is u32 length, u64 number, body, and HMAC-SHA256 over the three. Frame 0 of each direction is empty and
-proves the key; until it has arrived, frames are small.
+secure frame consists of a u32 length, a u64 number, the body, and HMAC-SHA256 over these three. Frame 0 of each
+direction is empty and proves that the sender knows the key; before it has arrived, only small frames are accepted.
 
-Nothing here is encrypted: others on the network can read the job's reports, but cannot talk to it. Nothing is
-unpickled.
+Frames are authenticated but not encrypted: others on the network can read the job's reports, but cannot send messages.
+This module never unpickles anything.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from resihp.errors import ProtocolError
 
 MAX_FRAME_BYTES = 4 << 20
 MAX_UNPROVEN_BYTES = 1 << 10
-"""Largest frame accepted before the peer has proven that it knows the key."""
+"""Size limit of a frame before the peer has proven that it knows the key."""
 KEY_BYTES = 32
 NONCE_BYTES = 32
 MAGIC = b"RESIHP\x00\x02"
-"""The last byte is the version of the protocol, messages included."""
+"""The last byte is the version of the protocol, including that of the messages."""
 
 _LENGTH = struct.Struct(">I")
 LOCAL_HEADER_BYTES = _LENGTH.size
@@ -49,12 +49,12 @@ Side = Literal["client", "server"]
 
 
 class Envelope(msgspec.Struct, Generic[T], frozen=True, kw_only=True, tag=True):
-    """The envelope around each message of agents and supervisor, so that none is lost with a connection.
+    """Wraps each message between agents and supervisor, so that no message is lost with a connection.
 
-    `number` counts the sender's messages from 1 over all connections of a conversation; 0 is a message that may be lost
-    (a heartbeat, the first of a connection, an answer to a stranger). `acknowledged` is the number of the last message
-    that the sender has received, including all before it; an envelope without a message only acknowledges
-    (`resihp.protocol.resumable`).
+    `number` counts the sender's messages from 1, over all connections of a conversation. Number 0 marks a message that
+    may be lost: a heartbeat, the first message of a connection, an answer to an unknown peer. `acknowledged` is the
+    number of the last message that the sender of the envelope has received; all earlier messages have been received as
+    well. An envelope without a message is only an acknowledgement (`resihp.protocol.resumable`).
     """
 
     number: int = 0
@@ -63,11 +63,11 @@ class Envelope(msgspec.Struct, Generic[T], frozen=True, kw_only=True, tag=True):
 
 
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - 64
-"""Largest message in an envelope, in bytes."""
+"""Size limit of a message in an envelope, in bytes."""
 
 
 def decode(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
-    """Decode a message. Raises ProtocolError if it is not one of the decoder's messages."""
+    """Decode a message. Raises ProtocolError if the bytes are not a message of the decoder's type."""
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -75,7 +75,7 @@ def decode(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Encode a message. Raises ProtocolError if it does not fit a frame."""
+    """Encode a message. Raises ProtocolError if it is larger than a frame may be."""
     body = msgspec.msgpack.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise ProtocolError(f"{type(message).__name__}: {len(body)} bytes; a frame holds {MAX_FRAME_BYTES}")
@@ -87,7 +87,7 @@ def local_frame(body: bytes) -> bytes:
 
 
 def announced_bytes(frame: bytes | bytearray) -> int:
-    """Return the length of the body that a local frame begins with. Raises ProtocolError if it is too long."""
+    """Return the body length in the header of a local frame. Raises ProtocolError if it exceeds `MAX_FRAME_BYTES`."""
     (length,) = _LENGTH.unpack_from(frame)
     if length > MAX_FRAME_BYTES:
         raise ProtocolError(f"oversize frame: {length} bytes announced, {MAX_FRAME_BYTES} allowed")
@@ -95,13 +95,13 @@ def announced_bytes(frame: bytes | bytearray) -> int:
 
 
 class LocalFrames:
-    """Splits a stream into the bodies of local frames, for forwarding without decoding."""
+    """Splits a stream into the bodies of local frames, without decoding them."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """Add received bytes, yield complete bodies. Raises ProtocolError at a frame that is too long."""
+        """Add received bytes; yield each body that is complete. Raises ProtocolError for a frame that is too long."""
         self._buffer += chunk
         while len(self._buffer) >= LOCAL_HEADER_BYTES:
             end = LOCAL_HEADER_BYTES + announced_bytes(self._buffer)
@@ -112,13 +112,14 @@ class LocalFrames:
             yield body
 
     def end(self) -> None:
-        """Note the end of the stream. Raises ProtocolError if that was inside a frame."""
+        """Mark the end of the stream. Raises ProtocolError if it is inside a frame."""
         if self._buffer:
             raise ProtocolError(f"truncated frame: the stream ended after {len(self._buffer)} bytes of it")
 
 
 class LocalCodec(Generic[T]):
-    """Length and msgpack, for sockets that only our own processes can hold. `receives`: a message type or union."""
+    """Encodes messages as length and msgpack, for sockets between processes of one job on one node. `receives` is a
+    message type or union."""
 
     def __init__(self, receives: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(receives)
@@ -128,20 +129,20 @@ class LocalCodec(Generic[T]):
         return local_frame(encode(message))
 
     def feed(self, chunk: bytes) -> Iterator[T]:
-        """Add received bytes, yield complete messages. Raises ProtocolError at the first invalid frame."""
+        """Add received bytes; yield each message that is complete. Raises ProtocolError at the first invalid frame."""
         for body in self._frames.feed(chunk):
             yield decode(self._decoder, body)
 
     def end(self) -> None:
-        """Note the end of the stream. Raises ProtocolError if that was inside a frame."""
+        """Mark the end of the stream. Raises ProtocolError if it is inside a frame."""
         self._frames.end()
 
 
 class SecureCodec(Generic[T]):
-    """One end of one authenticated connection.
+    """The codec of one end of an authenticated connection.
 
-    Send `greeting` at once. After each `feed`, send `take_reply()`. Messages may be encoded once `proven` is true.
-    `nonce` is random; tests pass their own.
+    The caller sends `greeting` at once, and `take_reply()` after each `feed`. It may encode messages once `proven` is
+    true. `nonce` is random by default; tests pass their own.
     """
 
     def __init__(self, key: bytes, side: Side, receives: Any, *, nonce: bytes | None = None) -> None:
@@ -168,7 +169,7 @@ class SecureCodec(Generic[T]):
         return self._received > 0
 
     def take_reply(self) -> bytes:
-        """Return the bytes of the handshake to send now."""
+        """Return and remove the bytes of the handshake that must be sent now."""
         reply, self._reply = self._reply, b""
         return reply
 
@@ -177,7 +178,7 @@ class SecureCodec(Generic[T]):
         return self._seal(encode(message))
 
     def feed(self, chunk: bytes) -> Iterator[T]:
-        """Add received bytes, yield authentic messages. Raises ProtocolError at the first invalid byte."""
+        """Add received bytes; yield each authenticated message. Raises ProtocolError at the first invalid byte."""
         self._buffer += chunk
         if self._send_key is None and not self._greeted():
             return
@@ -188,7 +189,8 @@ class SecureCodec(Generic[T]):
                 raise ProtocolError("malformed handshake: the first frame is not empty")
 
     def end(self) -> None:
-        """Note the end of the stream. Raises ProtocolError if that was inside a frame or before the key was proven."""
+        """Mark the end of the stream. Raises ProtocolError if it is inside a frame or before the peer has proven the
+        key."""
         if not self.proven:
             raise ProtocolError("closed before it proved the key")
         if self._buffer:

@@ -1,8 +1,9 @@
-"""Inventories: a node's hardware and system, as its agent reports on joining, and the training software, as workers
-report. The journal keeps both.
+"""Inventories: a node's hardware and operating system, as reported by its agent when it joins, and the training
+software, as reported by workers. The journal records both.
 
-The length and number of texts are limited, and a message that exceeds the limits is invalid: texts come from another
-machine and end up in a database. Filled in by `wrapper.agent.inventory` and `resihp.executor.versions`.
+The length and number of texts are limited, because texts come from another machine and are written to a database. A
+message that exceeds the limits is invalid. This module reads no hardware: `wrapper.agent.inventory` and
+`resihp.executor.versions` fill in the fields.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from typing import Annotated
 import msgspec
 
 MAX_TEXT_CHARS = 128
-"""Largest number of characters of a text."""
+"""Length limit of a text, in characters."""
 MAX_ADAPTERS, MAX_DEVICES = 64, 1024
 
 Word = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
 
 
 class DeviceInventory(msgspec.Struct, frozen=True, kw_only=True):
-    """The device in a slot. `uuid`, `serial`, `board`: of the device, and of the board it is mounted on; `bus`: its
-    address. Empty where not known."""
+    """The device in slot `device` of a node. Texts are empty where unknown.
+
+    `uuid` and `serial` identify the device, `board` the board it is mounted on; `bus` is its PCI address.
+    """
 
     device: Annotated[int, msgspec.Meta(ge=0, lt=MAX_DEVICES)]
     name: Word = ""
@@ -32,8 +35,11 @@ class DeviceInventory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeInventory(msgspec.Struct, frozen=True, kw_only=True):
-    """A node, as its agent found it. `serial`: the machine's; `kernel`, `image`: of the operating system; `driver`: of
-    its GPUs; `nic_firmware`: (adapter, version). Empty where it cannot be read."""
+    """A node's hardware and operating system, as found by its agent. Texts are empty where they cannot be read.
+
+    `serial` is the machine's serial number. `kernel` and `image` are versions of the operating system, `driver` that of
+    the GPU driver. `nic_firmware` has (adapter, version).
+    """
 
     serial: Word = ""
     kernel: Word = ""
@@ -44,8 +50,8 @@ class NodeInventory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Software(msgspec.Struct, frozen=True, kw_only=True):
-    """Versions of the training software; empty if not installed. `script_commit`: of the folder that the script is
-    in."""
+    """Versions of the training software; a text is empty if the software is not installed. `script_commit` is the git
+    commit of the script's folder."""
 
     torch: Word = ""
     megatron_core: Word = ""

@@ -1,23 +1,24 @@
-"""All messages that cross a socket, typed. Encoded by msgspec as tagged msgpack; nothing is ever unpickled.
+"""Types of all messages that cross a socket. msgspec encodes them as tagged msgpack; nothing is ever unpickled.
 
-Three conversations, each a pair of unions:
+There are three conversations. Each has one union of messages for each direction:
 
 ====================  =====================  ==========================================================
 from -> to            union                  carried by
 ====================  =====================  ==========================================================
 worker -> agent       `WorkerMessage`,       inherited socket, plain frames (`channels.LocalChannel`)
                       `MeetingMessage`
-agent -> worker       `WorkerOrder`          the same
+agent -> worker       `WorkerOrder`          inherited socket, plain frames
 agent -> supervisor   `AgentMessage`         TCP, authenticated frames (`channels.SecureChannel`)
-supervisor -> agent   `AgentOrder`           the same
-command line <->      `OperatorRequest`,     TCP, authenticated frames; same listener as the agents'
+supervisor -> agent   `AgentOrder`           TCP, authenticated frames
+command line <->      `OperatorRequest`,     TCP, authenticated frames, on the port that agents use
 supervisor            `OperatorReply`
 ====================  =====================  ==========================================================
 
-Messages between workers and supervisor are forwarded by the agent unchanged (`resihp.protocol.forwarding`); messages in
-a meeting (`resihp.protocol.rendezvous`) are collected and distributed by it.
+An agent forwards messages between workers and supervisor unchanged (`resihp.protocol.forwarding`). It collects and
+distributes messages of a rendezvous (`resihp.protocol.rendezvous`).
 
-Iterations count from 1; 0 means none yet. Seconds are intervals. Nothing here decides anything.
+Iterations count from 1; iteration 0 means none yet. All fields in seconds are durations, not points in time. This
+module decides nothing.
 """
 
 from __future__ import annotations
@@ -37,16 +38,18 @@ from resihp.protocol.inventory import Software
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of all messages."""
+    """Base class of all messages that are sent on their own."""
 
 
 class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of an iteration's last synchronisation, equal on all ranks: all values that a step needs or has used.
+    """The result of the last synchronisation of an iteration: all values that a rank needs to take the step. Equal on
+    all ranks.
 
-    A rank that has it may step; with it, another rank can finish the same step. `clip` multiplies gradients; `skip`
-    means that gradients were not finite and no rank may update. `loss` is the mean over tokens of the global batch;
-    `samples_digest` (16 hexadecimal digits, `resihp.parallelism.workload.samples_digest`) and the other sums come from
-    the ranks that computed the micro-batches.
+    A rank may step as soon as it has the outcome. A rank that has not stepped before a failure can still finish the
+    step with the outcome from another rank. `clip` is the factor for all gradients. `skip` means that gradients were
+    not finite and that no rank may update its parameters. `loss` is the mean over the tokens of the global batch.
+    `tokens`, `sum_squared_lengths`, `samples` and `samples_digest` (16 hexadecimal digits,
+    `resihp.parallelism.workload.samples_digest`) come from the ranks that computed the micro-batches.
     """
 
     iteration: int
@@ -60,21 +63,24 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     samples_digest: str
     updates: int = 0
-    """Number of updates that the optimizer has made once this step is taken; skipped iterations do not count."""
+    """Number of optimizer updates of the job, including this step; skipped iterations do not count."""
     pause: bool = False
-    """Whether some rank was asked to park after this iteration: all do."""
+    """Whether at least one rank was asked to park after this iteration; if so, all ranks park."""
     saving: bool = False
-    """Whether some rank still writes a checkpoint: none begins another."""
+    """Whether at least one rank is still writing a checkpoint; if so, no rank begins another checkpoint."""
     save: bool = False
-    """Whether some rank was told to write a checkpoint of this iteration (`SaveNext`): all do."""
+    """Whether at least one rank was ordered to write a checkpoint of this iteration (`SaveNext`); if so, all ranks
+    do."""
 
 
-# --- meetings: worker <-> agent <-> supervisor -------------------------------------------------------------------
+# --- rendezvous: worker <-> agent <-> supervisor -----------------------------------------------------------------
 
 
 class MeetingId(msgspec.Struct, frozen=True):
-    """The meeting in which ranks that build communicators exchange their addresses: an epoch's, or a probe's. One of
-    the two is 0."""
+    """Identifies a rendezvous, in which ranks that build communicators exchange their addresses.
+
+    The rendezvous belongs either to an epoch or to a probe; the other number is 0.
+    """
 
     epoch: int = 0
     probe: int = 0
@@ -84,8 +90,8 @@ class MeetingId(msgspec.Struct, frozen=True):
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):
-    """A value that one rank publishes to all others for a communicator: an address, an NCCL id. Each key is set
-    once."""
+    """A value that one rank publishes to all other ranks of a communicator: an address or an NCCL id. A key can be set
+    only once."""
 
     group: str
     key: str
@@ -93,21 +99,23 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Attend(Message, frozen=True, kw_only=True):
-    """Subscribe the sender to these groups of the meeting: earlier values are sent as well."""
+    """Subscribe the sender to these groups of a rendezvous. Values that were published before are sent to it as
+    well."""
 
     meeting: MeetingId
     groups: tuple[str, ...]
 
 
 class Publish(Message, frozen=True, kw_only=True):
-    """Publish values to all subscribers of their groups. Values for a meeting that is over are dropped."""
+    """Publish values to all subscribers of their groups. Values for a rendezvous that is over are dropped."""
 
     meeting: MeetingId
     said: tuple[Said, ...]
 
 
 class Published(Message, frozen=True, kw_only=True):
-    """Published values: for an agent those its workers have subscribed to, for a worker its own subscriptions."""
+    """Deliver published values to a subscriber. An agent gets the values to which any of its workers has subscribed; a
+    worker gets the values to which it has subscribed itself."""
 
     meeting: MeetingId
     said: tuple[Said, ...]
@@ -120,32 +128,34 @@ MeetingMessage = Attend | Publish
 
 
 class Declare(Message, frozen=True, kw_only=True, dict=True):
-    """The training script is ready and declares what it trains. All ranks of a job must declare the same except for
-    `memory_bytes` and `software`."""
+    """Report that the training script is ready, and declare the training job. The declarations of all ranks must be
+    equal except for `memory_bytes` and `software`."""
 
     model: ModelSpec
     micro_batches: int
-    """Number of micro-batches of the global batch, once its ramp-up is over."""
+    """Number of micro-batches in the global batch after the batch ramp-up."""
     iterations: int
     resume_from: int
-    """Iteration of the checkpoint that will be loaded; 0 when starting afresh."""
+    """Iteration of the checkpoint that the job will load; 0 if training starts from scratch."""
     fingerprint: str
-    """Digest of model and optimizer settings, data set description and library versions."""
+    """Digest of the settings of model and optimizer, the description of the data set and the versions of libraries."""
     ramp: Ramp = ()
-    """Steps of the batch ramp-up, if it has one."""
+    """Steps of the batch ramp-up; empty without a ramp-up."""
     device: str = "cpu"
     back_end: str = "gloo"
-    """Communicator back end and device type: both determine how much of a device's memory is left for training."""
+    """Name of the communicators' back end. Together with `device`, the device's type, it determines how much of the
+    device's memory is left for training."""
     memory_bytes: int | None = None
-    """Total memory of this rank's device; None for a shared device, or a processor. Ranks need not agree on it."""
+    """Total memory of this rank's device in bytes; None for a CPU or a shared device. May differ between ranks."""
     evaluates: bool = False
-    """Whether an evaluation follows the last step: all ranks with work are needed until they send `Finished`."""
+    """Whether an evaluation follows the last step. If so, every rank with work is needed until it has sent
+    `Finished`."""
     software: Software | None = None
-    """For the record; the versions that must be equal are part of `fingerprint`. None: other ranks of the node report
-    it."""
+    """Versions of software, for the ledger only; `fingerprint` includes the versions that must be equal. None if
+    another rank of the node reports them."""
 
     def trains_as(self, other: Declare) -> bool:
-        """Return whether both declare the same, on whatever devices."""
+        """Return whether both declarations are equal except for device memory and software."""
         return msgspec.structs.replace(self, memory_bytes=other.memory_bytes, software=other.software) == other
 
     @cached_property
@@ -154,32 +164,33 @@ class Declare(Message, frozen=True, kw_only=True, dict=True):
 
 
 class Refuse(Message, frozen=True, kw_only=True):
-    """The script cannot start, for a reason that the user has to fix (a `resihp.errors.UsageError`)."""
+    """Report that the script cannot start for a reason that the user has to fix (a `resihp.errors.UsageError`)."""
 
     reason: str
 
 
 class Confirm(Message, frozen=True, kw_only=True):
-    """The worker can carry out the proposed plan; `digest` is the one it computed itself."""
+    """Report that the worker can carry out the proposed plan. `digest` is the plan's digest as computed by the worker
+    itself."""
 
     epoch: int
     digest: str
 
 
 class Object(Message, frozen=True, kw_only=True):
-    """The worker cannot carry out the proposed plan and goes on as before."""
+    """Report that the worker cannot carry out the proposed plan. The worker continues under the plan in effect."""
 
     epoch: int
     reason: str
 
 
 class Ready(Message, frozen=True, kw_only=True):
-    """Communicators of `epoch` are built, and the state that its layout needs on this rank is in place, beside the old
-    state.
+    """Acknowledge a transition: communicators of `epoch` are built, and this rank has the state that the new layout
+    assigns to it.
 
-    The rank's acknowledgement in the transaction of a transition: it keeps the old state until `Begin`.
-    `bytes_received` counts state that came from other ranks, `extra_bytes` the bytes that the rank holds beyond the
-    larger of the old state and the new one.
+    The rank keeps its old state as well until `Begin`. `groups_s` and `state_s` are the seconds spent on building
+    communicators and on transferring state. `bytes_received` counts state received from other ranks. `extra_bytes` is
+    the memory of both states together minus that of the larger one.
     """
 
     epoch: int
@@ -190,9 +201,10 @@ class Ready(Message, frozen=True, kw_only=True):
 
 
 class Workload(Message, frozen=True, kw_only=True):
-    """An iteration begins: N and sum of squared lengths of each micro-batch of its global batch, by index.
+    """Report the beginning of an iteration, with the workload of each micro-batch of its global batch, by index: number
+    of tokens, and sum of squared document lengths.
 
-    The data set is a pure function of the iteration, so one rank reports for all: the first that has work.
+    The data set is a pure function of the iteration, so only one rank reports: the first rank with work.
     """
 
     epoch: int
@@ -202,24 +214,25 @@ class Workload(Message, frozen=True, kw_only=True):
 
 
 class Stepped(Message, frozen=True, kw_only=True):
-    """The worker's parameters have taken the step of `outcome.iteration` (as far as it knows, the iteration is
-    committed)."""
+    """Report that the worker has taken the step of `outcome.iteration`. As far as the worker knows, this commits the
+    iteration."""
 
     epoch: int
     outcome: StepOutcome
     seconds: float
     compute_s: float
-    """Time of its own work, without waits for peers."""
+    """Seconds of the rank's own work in this iteration, without waits for peers."""
     reduced_s: float = 0.0
-    """Time from the beginning of the iteration until all gradients of this rank were summed."""
+    """Seconds from the beginning of the iteration until all gradients of this rank were reduced."""
     chunks: bytes = b""
-    """Measurements of each primitive (`resihp.detector.observation.pack`); empty if nothing is measured."""
+    """Measurements of each primitive, encoded by `resihp.detector.observation.pack`; empty if nothing is measured."""
 
 
 class Evaluated(Message, frozen=True, kw_only=True):
-    """The weights after `iteration` have been evaluated; each rank with work reports it, and all report the same.
+    """Report the loss of the weights after `iteration` on the evaluation data set. Each rank with work reports, and all
+    reports are equal.
 
-    `loss` is the mean over `tokens`.
+    `loss` is the mean over `tokens` tokens.
     """
 
     epoch: int
@@ -229,12 +242,12 @@ class Evaluated(Message, frozen=True, kw_only=True):
 
 
 class Parked(Message, frozen=True, kw_only=True):
-    """The worker has released its communicators and waits for a plan.
+    """Report that the worker has released its communicators and waits for a plan.
 
-    `epoch` is the one that the order to park announced. `stepped` is the last iteration whose step it took, with its
-    outcome; `ready`: all gradients of iteration `stepped + 1` are reduced on this rank and still held. `holds` lists
-    the epochs whose layouts its state follows: the one in effect and, after `Ready`, the next one; empty for a rank
-    without state.
+    `epoch` is the epoch in the order to park. `stepped` is the last iteration with a step taken by this rank, and
+    `outcome` is the outcome of this step. `ready` is true if this rank still has all gradients of iteration `stepped +
+    1`, reduced. `holds` lists the epochs for which this rank has state: that of the plan in effect, and after `Ready`
+    that of the next plan. It is empty for a rank without state.
     """
 
     epoch: int
@@ -245,14 +258,14 @@ class Parked(Message, frozen=True, kw_only=True):
 
 
 class Stuck(Message, frozen=True, kw_only=True):
-    """A collective or transfer of `epoch` failed on the worker before it was asked to park."""
+    """Report that a collective or a transfer of `epoch` failed on this worker before an order to park arrived."""
 
     epoch: int
     error: str
 
 
 class Raised(Message, frozen=True, kw_only=True):
-    """The user's code raised; the process ends after this."""
+    """Report that the user's code raised an exception. The process ends after this message."""
 
     iteration: int
     error: str
@@ -260,20 +273,22 @@ class Raised(Message, frozen=True, kw_only=True):
 
 
 class Finished(Message, frozen=True, kw_only=True):
-    """The last iteration is done; the worker waits for `Halt`."""
+    """Report that the last iteration is done. The worker now waits for `Halt`."""
 
     iteration: int
 
 
 class FaultDue(Message, frozen=True, kw_only=True):
-    """The moment of an armed fault has come on this rank, which waits for `FaultGo`."""
+    """Report that this rank has reached the iteration and phase of an injected fault. The rank waits for `FaultGo`."""
 
     fault: int
 
 
 class CheckpointPart(Message, frozen=True, kw_only=True):
-    """This rank's part of a checkpoint is on disk, flushed; or it could not be written, and `error` gives the
-    reason."""
+    """Report that this rank's part of a checkpoint is flushed to disk, or that it could not be written.
+
+    `error` is the reason for a failure; empty if the part was written.
+    """
 
     epoch: int
     iteration: int
@@ -285,46 +300,52 @@ class CheckpointPart(Message, frozen=True, kw_only=True):
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
-    """Speed of a device in a probe, per second of its own time; 0 for a part that was not tried."""
+    """Speed of a device as measured by a probe, per second of the device's own time. A field is 0 if it was not
+    measured."""
 
     flops: float = 0.0
-    """Floating-point operations of a matrix product."""
+    """Floating-point operations per second in a matrix product."""
     memory_bytes: float = 0.0
-    """Bytes read and written in copies of a buffer that is larger than the caches."""
+    """Bytes read and written per second while a buffer larger than the caches is copied."""
     hardware: str = ""
-    """Maker's name of the measured hardware: figures of another kind of device do not compare."""
+    """Manufacturer's name of the measured device. Speeds of different kinds of device must not be compared."""
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a probe of the link to another rank."""
+    """Time of a transfer between this rank and rank `peer`, as measured by a link probe."""
 
     peer: int
     seconds: float
-    """Time of one buffer there and back, the lower quartile of several."""
+    """Seconds of an all-reduce of one buffer by the two ranks: the lower quartile of several repetitions, on shared
+    devices the fastest."""
 
 
 class Probed(Message, frozen=True, kw_only=True):
-    """The answer to `Probe`. `error`: how the device fails; `missed`: why its links could not be measured; `untried`:
-    why the device could not be measured although it is not broken (its memory was full)."""
+    """The answer to `Probe`. Each of three texts is empty if it does not apply.
+
+    `error` describes a failure of the device. `missed` is the reason why links could not be measured. `untried` is the
+    reason why a device that is not broken could not be measured, for example full memory.
+    """
 
     probe: int
     speed: Speed = Speed()
     transfers: tuple[Transfer, ...] = ()
     seconds: float = 0.0
-    """Duration of the whole probe."""
+    """Duration of the whole probe in seconds."""
     error: str = ""
     missed: str = ""
     untried: str = ""
     shared: bool = False
-    """Whether other workers of its machine compute on the same processors, or deliberately on the same GPU."""
+    """Whether other workers of the node compute on the same CPUs, or, if so configured, on the same GPU."""
 
 
 class Progress(Message, frozen=True, kw_only=True):
-    """A heartbeat from the worker's own thread, with the progress of training.
+    """A heartbeat from a thread of the worker, with the progress of training.
 
-    `primitives` counts chunks and synchronisations done since the process started; it grows while training does.
-    `activity` is that of the main thread: peers that wait in communication are victims, not causes. `unanswered_s`: for
-    how long the device has not answered in its present operation; 0 if it did, or was not asked.
+    `primitives` counts the chunks and synchronisations done since the process started; it grows as long as training
+    makes progress. `activity` is the activity of the main thread: a rank in `communication` is a victim of a slow peer,
+    not the cause. `unanswered_s` is the time in seconds for which the device has not answered during its present
+    operation; 0 if the device has answered or was not asked.
     """
 
     epoch: int
@@ -358,10 +379,11 @@ WorkerMessage = (
 
 
 class Propose(Message, frozen=True, kw_only=True):
-    """Check this plan, compute its digest, confirm; change nothing yet.
+    """Ask a worker to check a plan, compute its digest and answer with `Confirm` or `Object`. The worker changes
+    nothing yet.
 
-    `base`: where the state is that the plan's layout will need; `nodes`: the node of each rank of the job. Without a
-    base no rank has stepped yet, and every rank initialises its state or loads it from the checkpoint.
+    `base` locates the state that the plan's layout will need. Without a base, no rank has stepped yet, and every rank
+    initialises its state or loads it from the checkpoint. `nodes` is the node of each rank of the job.
     """
 
     plan: Plan
@@ -371,9 +393,10 @@ class Propose(Message, frozen=True, kw_only=True):
 
 
 class Go(Message, frozen=True, kw_only=True):
-    """All ranks confirmed `epoch`: finish the step of `finish` if it is not taken yet, build, move state, acknowledge.
+    """Order a transition, once all ranks have confirmed the plan of `epoch`: take the step of `finish` unless it is
+    taken, build communicators, transfer state, and answer with `Ready`.
 
-    A rank that has no work in the plan may still have state to send.
+    `finish` is None if no step has to be completed. A rank without work in the new plan may still have to send state.
     """
 
     epoch: int
@@ -382,19 +405,20 @@ class Go(Message, frozen=True, kw_only=True):
 
 
 class Begin(Message, frozen=True, kw_only=True):
-    """All ranks are ready: the plan of `epoch` is in effect. Free the state that only the previous layout needed, and
-    iterate."""
+    """Put the plan of `epoch` into effect, since all ranks have sent `Ready`: free the state that only the previous
+    layout needed, and train."""
 
     epoch: int
     evaluated: int = 0
-    """Last iteration whose evaluation is on record: it is not carried out again."""
+    """Last iteration with an evaluation in the journal; this evaluation is not repeated. 0 for none."""
 
 
 class Park(Message, frozen=True, kw_only=True):
-    """Stop training, release all communicators, report; `epoch` is the one being prepared.
+    """Order a worker to stop training, release all communicators and answer with `Parked`. `epoch` is the epoch in
+    preparation.
 
-    With `after_iteration`, stop between two iterations: go on until an iteration's last synchronisation has informed
-    every rank (`StepOutcome.pause`), so that no work is lost.
+    With `after_iteration`, the worker parks between two iterations: it continues until the last synchronisation of an
+    iteration has informed every rank (`StepOutcome.pause`), so that no work is lost.
     """
 
     epoch: int
@@ -403,10 +427,11 @@ class Park(Message, frozen=True, kw_only=True):
 
 
 class Save(Message, frozen=True, kw_only=True):
-    """To a parked rank that has work in `replica` of the plan of `epoch`, which is in effect: write a checkpoint.
+    """Order a parked rank with work in `replica` of the plan in effect, that of `epoch`, to write a checkpoint.
 
-    It is of iteration `finish.iteration`, whose step the rank takes first if it has not. Together the replica's ranks
-    write all of the state; each answers with a `CheckpointPart`. Other ranks ignore the order.
+    The checkpoint contains the state after iteration `finish.iteration`; a rank that has not taken this step takes it
+    first. Together, the ranks of the replica write the complete state, and each answers with a `CheckpointPart`. Other
+    ranks ignore the order.
     """
 
     epoch: int
@@ -415,32 +440,34 @@ class Save(Message, frozen=True, kw_only=True):
 
 
 class SaveNext(Message, frozen=True, kw_only=True):
-    """To one rank that trains: write a checkpoint after the iteration under way, and train on. The iteration's last
-    synchronisation informs all others (`StepOutcome.save`); while a checkpoint is still being written, that of a later
-    iteration does.
+    """Order one rank that trains to write a checkpoint after the iteration in progress, and to continue training.
 
-    `number` counts these orders.
+    The last synchronisation of the iteration passes the order on to all other ranks (`StepOutcome.save`). If a
+    checkpoint is still being written at that time, the order is passed on in a later iteration. `number` is the number
+    of the order.
     """
 
     number: int
 
 
 class FaultGo(Message, frozen=True, kw_only=True):
-    """Carry out the fault (`hang`, `raise`), or wait to be killed (the others), or go on (`fire` False)."""
+    """Answer to `FaultDue`: with `fire`, carry out the fault (`hang`, `raise`) or, for other faults, wait to be killed;
+    otherwise continue."""
 
     fault: int
     fire: bool
 
 
 class Probe(Message, frozen=True, kw_only=True):
-    """Measure the device, between two iterations or while parked; answered with `Probed`.
+    """Order a measurement of the device, between two iterations or while parked. The answer is `Probed`.
 
-    With `pairs`, ranks that are all parked or without work measure the links between them as well: each round consists
-    of disjoint pairs, and every rank knows all rounds. They meet under the probe's number (`MeetingId`).
+    With `pairs`, ranks that are all parked or without work measure their links as well. `pairs` is a sequence of
+    rounds, each consisting of disjoint pairs of ranks, and is the same for all ranks. The rendezvous of the ranks has
+    the probe's number (`MeetingId`).
 
-    With `after_iteration`, ranks that train measure only the links, once all have taken the step of that iteration, on
-    communicators of their own. All other ranks train on. A rank that is past that moment, or parks, reports that
-    instead.
+    With `after_iteration`, ranks that train measure only links, after all of them have taken the step of this
+    iteration, on communicators made for the probe. All other ranks continue training. A rank that is past this
+    iteration, or parks, reports this in `Probed.missed`.
     """
 
     probe: int
@@ -449,10 +476,11 @@ class Probe(Message, frozen=True, kw_only=True):
 
 
 class Slow(Message, frozen=True, kw_only=True):
-    """Fault injection: from now on behave as a device of this speed, up to but not including iteration `until`.
+    """Inject a fault: from now on behave as a device of relative speed `speed`, up to but not including iteration
+    `until`.
 
-    With `link`, the link between those two nodes has this speed, relative to a healthy one. With `every`, the device is
-    slow only in iterations that are multiples of it.
+    `until` None: for the rest of the job. With `link`, the link between these two nodes is slow instead of the device.
+    With `every`, the fault has an effect only in iterations that are multiples of `every`.
     """
 
     speed: float
@@ -462,14 +490,16 @@ class Slow(Message, frozen=True, kw_only=True):
 
 
 class Halt(Message, frozen=True, kw_only=True):
-    """Training is over; leave the training loop. With `at_once`, end the process, whatever it does."""
+    """Order a worker to leave the training loop, because training is over. With `at_once`, the process ends in the
+    middle of its work."""
 
     reason: str
     at_once: bool = False
 
 
 class Start(Message, frozen=True, kw_only=True):
-    """First frame on a worker's socket: its identity. `faults` are armed from the beginning."""
+    """The first frame on a worker's socket, with the worker's identity and settings. `faults` are the faults to
+    inject."""
 
     rank: int
     node: str
@@ -482,9 +512,10 @@ class Start(Message, frozen=True, kw_only=True):
     checkpoint_every: int
     resume: bool
     memory_bytes: int | None = None
-    """Memory of the device for the job; None if not known, and then not checked."""
+    """Memory of the device available to the job, in bytes. None if it is unknown; memory is not checked in this
+    case."""
     joins: bool = False
-    """Whether the job is under way already, so that the worker waits to be given work."""
+    """Whether the job is already in progress, so that the worker waits until a plan gives it work."""
 
 
 WorkerOrder = Start | Propose | Go | Begin | Park | Save | SaveNext | Probe | Slow | FaultGo | Halt | Published
@@ -494,15 +525,16 @@ WorkerOrder = Start | Propose | Go | Begin | Park | Save | SaveNext | Probe | Sl
 
 
 class Join(Message, frozen=True, kw_only=True):
-    """First message of an agent on every connection, not numbered.
+    """The first message of an agent on every connection; it is not numbered.
 
-    `term` is the newest term that it has promised itself to, 0 none yet; a supervisor of a lower one is deposed. `log`
-    is the number of the last record in its copy of the journal. `peer_port`: where it listens to other agents, on
-    `host`'s address as seen by the supervisor. `lease`: the number of the replacement request that it answers, 0 for a
-    node of the job's own allocation. `hardware`: the maker's name of its devices, empty if not known. `machine`: the
-    node's inventory. `incarnation`: drawn by the agent's process as it starts. Process ids are reused (in a container
-    at each start), and an agent that was restarted has forgotten its promises. `meeting_port`: a port that it keeps
-    free as the meeting point of the ranks of a script that makes its own process groups; 0 for none.
+    `term` is the latest term in which the agent has promised to follow a leader, 0 for none; a supervisor of an earlier
+    term is deposed. `log` is the number of the last record in the agent's copy of the journal. `peer_port` is the port
+    on which the agent listens to other agents; its address is `host`, as seen by the supervisor. `lease` is the number
+    of the replacement request that this node answers, 0 for a node of the job's own allocation. `hardware` is the
+    manufacturer's name of the node's devices, empty if unknown. `machine` is the node's inventory. `incarnation` is
+    drawn at random when the agent's process starts: process ids are reused (in a container at each start), and a
+    restarted agent has lost its promises. `meeting_port` is a port that the agent keeps free for the rendezvous of a
+    script that creates its own process groups; 0 for none.
     """
 
     node: str
@@ -521,11 +553,12 @@ class Join(Message, frozen=True, kw_only=True):
 
 
 class RunningWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """One live worker, for a supervisor that did not start it.
+    """One live worker, as described to a supervisor that did not start it.
 
-    `steps`: reports of steps that the journal's copy does not show as committed. `said`: the last of each message that
-    is still true of it, in order of arrival: `Declare`, `Evaluated`, `Parked`, `Stuck`, `Raised`, `Ready`, `Finished`,
-    `FaultDue`; and the last few `CheckpointPart`, which may not have reached any supervisor.
+    `steps` are reports of steps that are not committed according to the agent's copy of the journal. `said` lists, in
+    order of arrival, the latest of each message that still applies to the worker: `Declare`, `Evaluated`, `Parked`,
+    `Stuck`, `Raised`, `Ready`, `Finished`, `FaultDue`. It also has the last few `CheckpointPart` messages, since these
+    may not have reached any supervisor.
     """
 
     rank: int
@@ -536,9 +569,11 @@ class RunningWorker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Inventory(Message, frozen=True, kw_only=True):
-    """An agent's first numbered message to the leader of a new term: it accepts the leader, and lists its workers.
+    """The first numbered message of an agent to the leader of a new term: the agent accepts the leader and lists its
+    workers.
 
-    `ended`: (rank, exit status) of every worker that has ended there. `epoch`: the newest in any order received.
+    `ended` has (rank, exit status) of every worker that has ended on the node. `epoch` is the newest epoch in any order
+    that the agent has received.
     """
 
     workers: tuple[RunningWorker, ...] = ()
@@ -547,7 +582,8 @@ class Inventory(Message, frozen=True, kw_only=True):
 
 
 class Signalled(Message, frozen=True, kw_only=True):
-    """Somebody other than us sent this signal to the agent, which goes on and waits for the supervisor's decision."""
+    """Report that the agent received this signal from outside resihp. The agent continues and waits for the
+    supervisor's decision."""
 
     signal: int
 
@@ -559,8 +595,8 @@ class Spawned(Message, frozen=True, kw_only=True):
 
 
 class SpawnFailed(Message, frozen=True, kw_only=True):
-    """The fork server could not start or fork: the interpreter's own error message. `rank` None: it cannot fork any
-    worker."""
+    """Report that the fork server could not start or fork, with the interpreter's error message. `rank` is the rank
+    that could not be started, None if the fork server can start no worker at all."""
 
     reason: str
     rank: int | None = None
@@ -570,13 +606,14 @@ MAX_LINES_AFTER = 99
 
 
 class Clue(msgspec.Struct, frozen=True, kw_only=True):
-    """One significant line of a log. `at` in seconds since 1970, UTC.
+    """One significant line of a log. `at` is the time of the line in seconds since 1970, UTC, or None if unknown.
 
-    `kind` names its row in `resihp.detector.diagnosis.signatures` (`xid 79` for Xids). `named`: the items that the line
-    names, of xid, pid, bus, node, peer, error. `raised`: an exception that ended a traceback; `chained`: raised while
-    the clue before it, of the same log, was handled. `age_s`: how old the line was when it was read, which happens as
-    soon as its process has ended; None if its time is not known. `lines_after`: number of lines of ordinary output
-    after it in the log, at most `MAX_LINES_AFTER`: a program that goes on has survived it.
+    `kind` names the line's row in `resihp.detector.diagnosis.signatures` (`xid 79` for Xids). `named` has the items
+    that the line names, of xid, pid, bus, node, peer, error. `raised` marks an exception that ended a traceback.
+    `chained` marks an exception that was raised while the previous clue of the same log was handled. `age_s` is the age
+    of the line in seconds when it was read, which is as soon as its process has ended; None if its time is unknown.
+    `lines_after` is the number of lines of ordinary output after this line, at most `MAX_LINES_AFTER`: a program that
+    continues to print has survived the event.
     """
 
     kind: str
@@ -590,14 +627,14 @@ class Clue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ABORT_STATUS = 117
-"""Exit status of a worker that ended itself because an abort of its communicators hung: not caused by a node."""
+"""Exit status of a worker that ended itself because aborting its communicators hung. No node is to blame."""
 
 
 class Exited(Message, frozen=True, kw_only=True):
-    """A worker has ended. `status` as in subprocess: negative for a signal. All messages of the worker were forwarded
-    before this one.
+    """Report that a worker has ended, after all messages of this worker have been forwarded. `status` is as in
+    subprocess: negative for a signal.
 
-    `clues`: significant lines of its log and of its node's kernel.
+    `clues` are significant lines of the worker's log and of the node's kernel log.
     """
 
     rank: int
@@ -607,9 +644,10 @@ class Exited(Message, frozen=True, kw_only=True):
 
 
 class FromWorker(Message, frozen=True, kw_only=True):
-    """A message of a worker of the node. `body`: a `WorkerMessage` unchanged, for the supervisor to decode.
+    """Forward a message of one of the node's workers. `body` is the encoded `WorkerMessage`, which the supervisor
+    decodes.
 
-    It is a byte string, so that an invalid message does not break the agent's connection.
+    The body is a byte string, so that an invalid message does not break the agent's connection.
     """
 
     rank: int
@@ -617,11 +655,12 @@ class FromWorker(Message, frozen=True, kw_only=True):
 
 
 class WorkerBeat(msgspec.Struct, frozen=True, kw_only=True):
-    """Last progress of one worker as known to its agent.
+    """The latest progress of one worker as known to its agent.
 
-    `age_s` is the time since the worker's own thread last sent a heartbeat; `state` the kernel's process state letter
-    (R, S, D, T, Z). `idle_s`: for how long neither the process nor any of its children has done any work; None for a
-    worker that has declared what it trains, and if the agent does not observe it.
+    `age_s` is the time in seconds since the worker's last heartbeat. `state` is the letter of the kernel's process
+    state (R, S, D, T, Z). `progress` is None before the first heartbeat. `idle_s` is the time in seconds for which
+    neither the process nor any of its children has used a CPU, waited for a disk or written output; None if a worker of
+    the node has sent `Declare`.
     """
 
     rank: int
@@ -632,10 +671,12 @@ class WorkerBeat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Beat(Message, frozen=True, kw_only=True):
-    """Heartbeat of an agent, sent once a second, workers aggregated: its cost grows with nodes, not devices.
+    """Heartbeat of an agent, sent once a second, with the progress of all its workers. So the cost grows with the
+    number of nodes, not of devices.
 
-    `met`: a worker has listened at the `meeting_port`, or connected there once rank 0 had ended, and none has declared
-    what it trains: the script makes its own process groups, as with torch.distributed's `env://`.
+    `met` is true if no worker has sent `Declare` while a worker has listened at the `meeting_port`, or has connected
+    there after rank 0 had ended. This shows that the script creates its own process groups, as with torch.distributed's
+    `env://`.
     """
 
     workers: tuple[WorkerBeat, ...]
@@ -649,10 +690,11 @@ AgentMessage = Join | Inventory | Spawned | SpawnFailed | Exited | FromWorker | 
 
 
 class Spawn(Message, frozen=True, kw_only=True):
-    """Start one worker for each `Start`, which the agent passes on. `environment` is added to the worker's own.
+    """Start one worker for each `Start`; the agent passes the `Start` on to the worker. `environment` is added to the
+    worker's environment.
 
-    `nodes`: the node of each rank of the job so far, as (node, number of consecutive ranks); the agent expands them in
-    each `Start`, where they are empty, because there are many agents and even more ranks.
+    `nodes` is the node of each rank of the job so far, as (node, number of consecutive ranks). `Start.nodes` is empty
+    in this message, since there are many agents and even more ranks; the agent fills it in.
     """
 
     workers: tuple[Start, ...]
@@ -661,8 +703,8 @@ class Spawn(Message, frozen=True, kw_only=True):
 
 
 class ToWorkers(Message, frozen=True, kw_only=True):
-    """An order to workers. `body`: a `WorkerOrder`, encoded once for all; agents pass it on unchanged
-    (`forwarding.order_in`)."""
+    """An order to workers. `body` is the `WorkerOrder`, encoded once for all recipients, which agents pass on unchanged
+    (`forwarding.order_in`). `deflated` tells whether it is compressed."""
 
     ranks: tuple[int, ...]
     body: bytes
@@ -670,31 +712,32 @@ class ToWorkers(Message, frozen=True, kw_only=True):
 
 
 class HangUp(Message, frozen=True, kw_only=True):
-    """The worker sends undecodable messages: close its socket, which ends it."""
+    """Close the socket of a worker that sends undecodable messages. This ends the worker."""
 
     rank: int
     reason: str
 
 
 class Signal(Message, frozen=True, kw_only=True):
-    """Send a signal to one worker (fence a hung one, inject a fault)."""
+    """Send a signal to one worker, to kill a hung worker or to inject a fault."""
 
     rank: int
     signal: int
 
 
 class KillNode(Message, frozen=True, kw_only=True):
-    """Fault injection: SIGKILL (or SIGSTOP) to every process of the virtual node, the agent included."""
+    """Inject a fault: send SIGKILL (or SIGSTOP) to every process of the virtual node, including the agent."""
 
     signal: int
 
 
 class Lead(Message, frozen=True, kw_only=True):
-    """A supervisor's first message on every connection, not numbered: its leadership, and the extent of its journal.
+    """A supervisor's first message on every connection: it claims to lead, and states how long its journal is. Not
+    numbered.
 
-    An agent accepts a term later than all that it has promised, if `log` is not less than its own or a quorum has
-    accepted that term already (`settled`): it starts a new conversation and answers with `Inventory`. The same term
-    resumes its conversation. For any other term the agent disconnects.
+    An agent accepts a term later than all terms of its promises, if `log` is not less than its own or if a quorum has
+    already accepted the term (`settled`). It then starts a new conversation and answers with `Inventory`. If the agent
+    follows this term already, the conversation of the term is resumed. For any other term the agent disconnects.
     """
 
     term: int
@@ -704,14 +747,14 @@ class Lead(Message, frozen=True, kw_only=True):
 
 
 class Alive(Message, frozen=True, kw_only=True):
-    """Sent once a second, not numbered: the supervisor is alive."""
+    """Heartbeat of the supervisor, sent to each agent once a second; not numbered."""
 
 
 class Replicate(Message, frozen=True, kw_only=True):
-    """Records for the agent's copy of the journal: drop the records after number `after`, append these.
+    """Update an agent's copy of the journal: drop all records after number `after`, then append `records`.
 
-    An agent acknowledges it at once: decisions take effect when a quorum of agents has. Many records are sent as one
-    (`forwarding.records_in`).
+    The agent acknowledges the message at once; a decision takes effect when a quorum of agents has acknowledged it.
+    `deflated` means that many records are compressed into one item (`forwarding.records_in`).
     """
 
     after: int
@@ -720,7 +763,7 @@ class Replicate(Message, frozen=True, kw_only=True):
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True):
-    """The address of an agent, for other agents."""
+    """The address of an agent, sent to other agents."""
 
     node: str
     host: str
@@ -728,9 +771,10 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Roster(Message, frozen=True, kw_only=True):
-    """Agents to ask once the supervisor is gone: new ones or those with another address, and nodes that left the job.
+    """Addresses of agents, to be asked when the supervisor is lost. `peers` are new agents and agents with a changed
+    address; `left` are nodes that have left the job.
 
-    `whole`: it replaces all earlier ones.
+    With `whole`, the message replaces all earlier rosters.
     """
 
     peers: tuple[Peer, ...]
@@ -739,7 +783,8 @@ class Roster(Message, frozen=True, kw_only=True):
 
 
 class Release(Message, frozen=True, kw_only=True):
-    """Wait up to `grace_s` for the workers to end, then kill the rest, then exit."""
+    """Order an agent to wait up to `grace_s` seconds until its workers have ended, to kill the remaining workers, and
+    to exit."""
 
     grace_s: float
 
@@ -751,8 +796,8 @@ AgentOrder = Lead | Alive | Replicate | Roster | Spawn | ToWorkers | HangUp | Si
 
 
 class AskVote(Message, frozen=True, kw_only=True):
-    """The sender has lost the supervisor: would the receiver follow a supervisor of `term` on the sender's node? Binds
-    nobody.
+    """Ask an agent whether it would follow a supervisor of `term` on the sender's node, because the sender has lost the
+    supervisor. The question binds neither side.
 
     `log` is the number of the last record in the candidate's copy of the journal.
     """
@@ -763,8 +808,8 @@ class AskVote(Message, frozen=True, kw_only=True):
 
 
 class Vote(Message, frozen=True, kw_only=True):
-    """The answer to `AskVote`. `term` is the newest that the voter has promised itself to; `incarnation` as in
-    `Join`."""
+    """The answer to `AskVote`. `term` is the latest term in which the voter has promised to follow a leader.
+    `incarnation` is as in `Join`."""
 
     node: str
     granted: bool
@@ -774,7 +819,8 @@ class Vote(Message, frozen=True, kw_only=True):
 
 
 class Successor(Message, frozen=True, kw_only=True):
-    """A quorum would follow: a supervisor of `term` is being started; connect to it."""
+    """Tell an agent to connect to the supervisor of `term`, which is being started at this address because a quorum
+    would follow it."""
 
     node: str
     term: int
@@ -793,31 +839,32 @@ PeerMessage = AskVote | Vote | Successor | Noted
 
 
 class Inject(Message, frozen=True, kw_only=True):
-    """Ask a running job for a fault at once."""
+    """Ask a running job to inject a fault at once."""
 
     kind: str
     rank: int | None = None
     node: str | None = None
     link: tuple[str, str] | None = None
-    """For `slow`: names in ascending order."""
+    """The two nodes of a slow link (kind `slow`), in ascending order of their names."""
     speed: float | None = None
-    """For `slow`."""
+    """Relative speed for kind `slow`."""
 
 
 class AskStanding(Message, frozen=True, kw_only=True):
-    """Ask a running job how the detector judges a rank. The reply's text is a `RankAnswer` as JSON."""
+    """Ask a running job for the detector's assessment of a rank. `OperatorReply.text` is a `RankAnswer` as JSON."""
 
     rank: int
 
 
 class AskStop(Message, frozen=True, kw_only=True):
-    """Ask a running job to end: after a checkpoint of the iteration under way, or `at_once` without one."""
+    """Ask a running job to end after a checkpoint of the iteration in progress. With `at_once`, it ends without a
+    checkpoint."""
 
     at_once: bool = False
 
 
 class AskCheckpoint(Message, frozen=True, kw_only=True):
-    """Ask a running job for a checkpoint now. Answered when it is complete."""
+    """Ask a running job to write a checkpoint now. The reply is sent when the checkpoint is complete."""
 
 
 class OperatorReply(Message, frozen=True, kw_only=True):

@@ -1,13 +1,13 @@
-"""Exchange of addresses among ranks that build communicators, over the existing, authenticated connections.
+"""Rendezvous: ranks that build communicators exchange their addresses over the existing, authenticated connections.
 
-Anybody who can rewrite an address or an NCCL id can stand between two ranks and read their gradients. So torch's own
-store, which requires no key, is not used: values for other ranks go to the rank's agent, to the supervisor, and from
-there once to each node on which a rank attends the same group (`messages.Attend`). There is no polling. A key is set
-once: of two values the first stays.
+An attacker able to change an address or an NCCL id could stand between two ranks and read their gradients. So torch's
+own store, which requires no key, is not used. A value for other ranks goes to the rank's agent, from there to the
+supervisor, and from there once to each node with a subscribed rank (`messages.Attend`). There is no polling. A key is
+set only once: of two values the first stays.
 
-`Meetings` is the table, kept by the supervisor for its nodes and by each agent for its ranks; `Attendance` is one
-rank's part in a meeting. Neither knows a socket. They decide only which meetings are over: those of earlier epochs. A
-meeting does not outlive its supervisor: building is tried again under the next epoch.
+`Meetings` is the table of published values. The supervisor has one for its nodes, and each agent has one for its ranks.
+`Attendance` is one rank's part in a rendezvous. Neither class uses a socket. They decide only which rendezvous are
+over: those of earlier epochs. A rendezvous is lost with its supervisor; ranks then try again under the next epoch.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from resihp.errors import CommunicatorError, ProtocolError
 from resihp.protocol.messages import MeetingId, Publish, Said
 
 MAX_MEETING_BYTES = 64 << 20
-"""Largest size of one meeting. 16,384 ranks with six NCCL communicators each need 11 MB; gloo, whose ranks publish an
-address for each peer, needs 8 bytes times the square of its ranks: at most 2,700 ranks."""
+"""Size limit of one rendezvous. 16,384 ranks with six NCCL communicators each need 11 MB. gloo needs 8 bytes times the
+square of the number of ranks, since each rank publishes an address for each peer: this allows at most 2,700 ranks."""
 MAX_PROBE_MEETINGS = 64
-"""Number of newest probes whose meetings are kept: few are under way at a time."""
+"""Number of newest probes with a rendezvous in the table; few probes are in progress at a time."""
 BATCH_BYTES = 1 << 20
-"""Largest size of one message; a rank publishes less at a time."""
+"""Size limit of one message; larger sets of values are sent in several messages."""
 _ENTRY_BYTES = 200
-"""Cost of an entry beside its strings."""
+"""Estimated memory of a table entry in addition to its strings."""
 
 Who = TypeVar("Who", bound=Hashable)
 
@@ -41,7 +41,7 @@ class _Meeting(Generic[Who]):
 
 
 class Meetings(Generic[Who]):
-    """The values published in meetings that are not over, and their subscribers."""
+    """The values published in all rendezvous that are not over, and their subscribers."""
 
     def __init__(self, most_bytes: int = MAX_MEETING_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -49,7 +49,7 @@ class Meetings(Generic[Who]):
         self._newest = MeetingId()
 
     def open(self, meeting: MeetingId) -> None:
-        """Begin a meeting, which ends earlier ones; nothing happens if it is over itself."""
+        """Begin a rendezvous, and drop those that it supersedes. Does nothing if it is over or exists already."""
         if meeting in self._meetings or self._is_over(meeting):
             return
         self._newest = MeetingId(max(self._newest.epoch, meeting.epoch), max(self._newest.probe, meeting.probe))
@@ -57,11 +57,11 @@ class Meetings(Generic[Who]):
         self._meetings[meeting] = _Meeting()
 
     def attend(self, meeting: MeetingId, subscriber: Who, groups: Iterable[str]) -> tuple[list[Said], tuple[str, ...]]:
-        """Subscribe `subscriber` to groups of a meeting.
+        """Subscribe `subscriber` to groups of a rendezvous.
 
-        Return the values published in these groups so far, and the names of the groups that are new here.
+        Return the values published in these groups so far, and the names of the groups without a previous subscriber.
 
-        Raises ProtocolError when the meeting would become too large.
+        Raises ProtocolError if the rendezvous would exceed the size limit.
         """
         table = self._meetings.get(meeting)
         if table is None:
@@ -78,9 +78,9 @@ class Meetings(Generic[Who]):
         return before, tuple(new_groups)
 
     def publish(self, meeting: MeetingId, said: Iterable[Said], by: Who | None = None) -> dict[Who, list[Said]]:
-        """Add values; return the new ones by subscriber, except `by` itself.
+        """Add values; return the new values for each subscriber, except for `by`.
 
-        Raises ProtocolError when the meeting would become too large.
+        Raises ProtocolError if the rendezvous would exceed the size limit.
         """
         table = self._meetings.get(meeting)
         new_values: dict[Who, list[Said]] = {}
@@ -98,7 +98,7 @@ class Meetings(Generic[Who]):
         return new_values
 
     def leave(self, subscriber: Who) -> None:
-        """Unsubscribe from everything."""
+        """Unsubscribe `subscriber` from all groups."""
         for table in self._meetings.values():
             for attending in table.attending.values():
                 attending.discard(subscriber)
@@ -115,7 +115,8 @@ class Meetings(Generic[Who]):
 
 
 class Pending(Generic[Who]):
-    """Values to be sent to each subscriber, until they are taken: all of one turn of a loop go in one message."""
+    """Collects the values to be sent to each subscriber, so that all values of one turn of the event loop share a
+    message."""
 
     def __init__(self) -> None:
         self._pending: dict[tuple[Who, MeetingId], list[Said]] = {}
@@ -135,7 +136,7 @@ class Pending(Generic[Who]):
 
 
 def batches(said: Iterable[Said]) -> Iterator[tuple[Said, ...]]:
-    """Yield the values in batches that fit a frame."""
+    """Yield the values in batches that fit into a frame."""
     batch: list[Said] = []
     size = 0
     for entry in said:
@@ -150,10 +151,10 @@ def batches(said: Iterable[Said]) -> Iterator[tuple[Said, ...]]:
 
 
 class Attendance:
-    """One rank's part in a meeting: the values it publishes, and those it has received. Thread-safe.
+    """One rank's part in a rendezvous: publishes its values and receives those of other ranks. Thread-safe.
 
-    `say` sends a message to the rank's agent, which has to be told the groups (`messages.Attend`) once this object
-    exists to receive values. No wait is longer than `patience_s` from now.
+    `say` sends a message to the rank's agent. Subscribe to the groups (`messages.Attend`) only after this object
+    exists, so that no value is lost. No wait takes longer than `patience_s` seconds from now.
     """
 
     def __init__(self, meeting: MeetingId, say: Callable[[Publish], None], patience_s: float) -> None:
@@ -165,8 +166,8 @@ class Attendance:
         self.left = False
 
     def publish(self, group: str, values: dict[str, bytes]) -> None:
-        """Publish values to all subscribers of the group. Raises CommunicatorError for a value that does not fit a
-        message."""
+        """Publish values to all subscribers of the group. Raises CommunicatorError if a value is larger than a message
+        may be."""
         said = [Said(group, key, value) for key, value in values.items()]
         for entry in said:
             if len(entry.value) > BATCH_BYTES:
@@ -182,13 +183,13 @@ class Attendance:
             self._changed.notify_all()
 
     def has(self, group: str, keys: Sequence[str]) -> bool:
-        """Return whether these keys have been received, without waiting."""
+        """Return whether values for all these keys have been received, without waiting."""
         with self._changed:
             return all((group, key) in self._heard for key in keys)
 
     def values(self, group: str, keys: Sequence[str], timeout_s: float | None = None) -> list[bytes]:
-        """Wait until all keys have been received; return their values. Raises CommunicatorError when that takes too
-        long, or `leave` was called."""
+        """Wait for values of all these keys, and return them in order. Raises CommunicatorError after the time limit,
+        or after `leave`."""
         wanted = [(group, key) for key in keys]
         limit = self._limit if timeout_s is None else min(self._limit, time.monotonic() + timeout_s)
         with self._changed:
@@ -202,7 +203,7 @@ class Attendance:
             return [self._heard[key] for key in wanted]
 
     def leave(self) -> None:
-        """Make every present and future wait here raise. Thread-safe; idempotent."""
+        """Make every present and future wait on this object raise CommunicatorError. Thread-safe; idempotent."""
         with self._changed:
             self.left = True
             self._changed.notify_all()

@@ -1,14 +1,16 @@
-"""A conversation that survives its connections: every message arrives once and in order, whatever breaks in between.
+"""A conversation that survives its connections: every message is delivered once and in order, even if connections
+break.
 
-This is one side's half; agents (`wrapper.agent.process`) and the supervisor's view of each
-(`wrapper.supervisor.agents`) use it alike. Posted messages are numbered and kept until the other side has acknowledged
-their numbers. Every envelope carries an acknowledgement; `acknowledge`, called about once a second, sends one where
-there is no other message. The first envelope on a new connection has the number of the last message its sender has
-received; once that of the other side has arrived, all messages that it lacks are sent again. Duplicates are dropped by
-their numbers. Messages of number 0 are not part of this: they are lost with their connection, never repeated.
+This is one side of the conversation. Agents (`wrapper.agent.process`) and the supervisor, for each agent
+(`wrapper.supervisor.agents`), use the same class. A posted message has a number and is stored until the other side has
+acknowledged this number. Every envelope carries an acknowledgement; `acknowledge`, called about once a second, sends an
+acknowledgement alone if there is no other message. The first envelope on a new connection contains the number of the
+last message that its sender has received; after this envelope, the recipient sends all later messages again. Duplicates
+are recognised by their numbers and dropped. Messages of number 0 are not stored: they are lost with their connection,
+never repeated.
 
-A side that lets more than `most_bytes` pile up does not read: the conversation is `overdue`, and its owner gives the
-other side up. Knows no socket and no clock, and decides nothing else.
+If more than `most_bytes` wait for acknowledgement, the other side does not read: the conversation is `overdue`, and its
+owner disconnects. This module uses no socket and no clock, and decides nothing else.
 """
 
 from __future__ import annotations
@@ -23,23 +25,23 @@ from resihp.errors import ProtocolError
 from resihp.protocol.framing import MAX_MESSAGE_BYTES, Envelope
 
 MAX_KEPT_BYTES = 32 << 20
-"""Half the backlog at which a connection gives its peer up (`channels.MAX_UNSENT_BYTES`): everything kept fits at
-once."""
+"""Size limit of unacknowledged messages. It is half of `channels.MAX_UNSENT_BYTES`, so that a new connection can send
+all of them at once."""
 
 T = TypeVar("T")
 
 Post = Callable[[Envelope[Any]], None]
-"""Queues an envelope on a connection; raises ConnectionError once that is closed."""
+"""Queues an envelope on a connection. Raises ConnectionError if the connection is closed."""
 
 
 class Conversation(Generic[T]):
-    """One side of a conversation; `T` is the type of the other side's messages. Not thread-safe."""
+    """One side of a conversation. `T` is the type of the messages that it receives. Not thread-safe."""
 
     def __init__(self, most_bytes: int = MAX_KEPT_BYTES) -> None:
         self.sent = 0
         """Number of the last message posted."""
         self.received = 0
-        """Number of the last message received, including all before it."""
+        """Number of the last message received; all earlier messages have been received as well."""
         self._most_bytes = most_bytes
         self._kept: deque[tuple[int, msgspec.Raw]] = deque()
         self._kept_bytes = 0
@@ -49,29 +51,30 @@ class Conversation(Generic[T]):
 
     @property
     def acknowledged(self) -> int:
-        """Number of the last message that the other side is known to have received."""
+        """Number of the last message that the other side has acknowledged."""
         return self._kept[0][0] - 1 if self._kept else self.sent
 
     @property
     def overdue(self) -> bool:
-        """Whether more bytes wait for acknowledgement than may be kept."""
+        """Whether more bytes than `most_bytes` wait for acknowledgement."""
         return self._kept_bytes > self._most_bytes
 
     def connect(self, post: Post, first: msgspec.Struct | None = None) -> None:
-        """Continue over this connection, whatever was before; `first` is sent at once and not numbered."""
+        """Continue over a new connection, replacing any earlier one. `first` is sent at once, without a number."""
         self._post = post
         self._resumed = False
         self._send(Envelope(acknowledged=self.received, message=first))
 
     def disconnect(self) -> None:
-        """Note that there is no connection; posted messages wait for the next one."""
+        """Record that the connection is lost; posted messages wait for the next connection."""
         self._post = None
         self._resumed = False
 
     def post(self, message: msgspec.Struct | msgspec.Raw) -> int:
-        """Post a message that must not be lost; return its number. Raises ProtocolError if it does not fit a frame.
+        """Post a message that must not be lost; return its number. Raises ProtocolError if it is larger than a frame
+        may be.
 
-        `Raw`: it is already encoded, for many recipients.
+        A message of type `Raw` is already encoded, for many recipients.
         """
         body = message if isinstance(message, msgspec.Raw) else msgspec.Raw(msgspec.msgpack.encode(message))
         if len(body) > MAX_MESSAGE_BYTES:
@@ -84,23 +87,25 @@ class Conversation(Generic[T]):
         return self.sent
 
     def mention(self, message: msgspec.Struct) -> None:
-        """Send a message that may be lost, and is lost if there is no connection."""
+        """Send a message that may be lost; it is dropped if there is no connection."""
         if self._resumed:
             self._send(Envelope(acknowledged=self.received, message=message))
 
     def acknowledge(self) -> None:
-        """Acknowledge received messages, if that has not been done yet."""
+        """Acknowledge received messages, unless an earlier envelope has done so."""
         if self._resumed and self._acknowledged_to_peer < self.received:
             self._send(Envelope(acknowledged=self.received))
 
     def can_resume(self, acknowledged: int) -> bool:
-        """Return whether a side that has received so many messages is the one that this conversation was with."""
+        """Return whether this conversation can continue with a side that has received messages up to number
+        `acknowledged`."""
         return self.acknowledged <= acknowledged <= self.sent
 
     def take(self, envelope: Envelope[T]) -> T | None:
-        """Return the message of an envelope of the present connection, or None if it has no new one.
+        """Process an envelope of the present connection. Return its message, or None if it has none or only a
+        duplicate.
 
-        Raises ProtocolError if the other side cannot be the one that this conversation was with.
+        Raises ProtocolError if the envelope's numbers do not fit this conversation.
         """
         if not self._resumed and not self.can_resume(envelope.acknowledged):
             raise ProtocolError(

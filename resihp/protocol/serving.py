@@ -1,9 +1,9 @@
-"""Listening for peers that know the job's key, among strangers that do not.
+"""Listens for peers that know the job's key, and limits the cost of unknown peers.
 
-`serve` hands out connections that have proven the key (`resihp.protocol.framing`). Until then a connection is a
-stranger's, and costs a descriptor and a few kilobytes for some seconds at most. The module decides which connection is
-closed if there are too many strangers (`Unproven`), and how many refusals are reported (`Refusals`). Used by the
-supervisor for its agents and operators, and by agents for their peers.
+`serve` passes on connections that have proven the key (`resihp.protocol.framing`). Until then, a connection costs no
+more than a descriptor and a few kilobytes, for a few seconds. This module decides which connection is closed if too
+many have not proven the key (`Unproven`), and how many refusals are reported (`Refusals`). It never interprets a
+message. Used by the supervisor for its agents and operators, and by agents for other agents.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from resihp.process import most_open_files
 from resihp.protocol.channels import SecureChannel
 
 LISTEN_BACKLOG = 4096
-"""Number of connections that the kernel keeps until they are accepted: all agents of a large job may connect at once.
-The kernel allows no more than net.core.somaxconn."""
+"""Length of the kernel's queue of connections to be accepted: all agents of a large job may connect at the same time.
+The kernel limits it to net.core.somaxconn."""
 ACCEPTED_AT_ONCE = 100
-"""Number of connections accepted before the event loop does anything else."""
+"""Maximum number of connections accepted before the event loop does anything else."""
 MAX_UNPROVEN = 4096
-"""Largest number of connections that have yet to prove the key; fewer where a quarter of the descriptors is less."""
+"""Maximum number of connections that have not proven the key; at most a quarter of the process's file descriptors."""
 REPORTED_PER_MINUTE = 10
-"""Largest number of refused connections that are reported per minute."""
+"""Maximum number of refused connections reported in a minute."""
 
 Refused = Callable[[str, str], None]
-"""(peer, reason)"""
+"""Called with (peer, reason)."""
 
 
 class Unproven:
-    """Connections that have yet to prove the key, in the order of their arrival.
+    """Connections that have not proven the key yet, in order of arrival.
 
-    Beyond `most`, each newcomer costs another connection its place: the oldest of the address that has the most. A peer
-    that knows the key proves it within a few round trips and is one of many addresses; so a stranger that opens many
-    silent connections displaces its own. Among addresses with equally many, one from which the key was never proven
-    goes first. (sshd's MaxStartups turns newcomers away instead, which may well be our agents.)
+    If there are more than `most`, each new connection displaces another: the oldest from the address with the most
+    connections. A peer that knows the key proves it within a few round trips and is one of many addresses. So a
+    stranger that opens many silent connections displaces only its own. Among addresses with equally many connections,
+    the first to lose one is an address from which no peer has ever proven the key. (sshd's MaxStartups instead refuses
+    new connections, which may well be those of our agents.)
     """
 
     def __init__(self, most: int) -> None:
@@ -48,7 +49,7 @@ class Unproven:
         self._known: set[str] = set()
 
     def add(self, channel: SecureChannel[Any]) -> SecureChannel[Any] | None:
-        """Note a newcomer; return the connection that has to go for it, if any."""
+        """Add a new connection; return the connection that it displaces, or None."""
         self._by_address.setdefault(channel.peer_host, {})[channel] = None
         self._count += 1
         if self._count <= self._most:
@@ -59,7 +60,7 @@ class Unproven:
         return oldest
 
     def remove(self, channel: SecureChannel[Any]) -> bool:
-        """Remove a connection that is gone, or has proven the key; return False for one that was displaced before."""
+        """Remove a connection that is closed or has proven the key; return False if it was displaced before."""
         of_address = self._by_address.get(channel.peer_host, {})
         if channel not in of_address:
             return False
@@ -74,7 +75,7 @@ class Unproven:
 
 
 class Refusals:
-    """Reports refused connections, but a limited number: anybody who reaches a port can cause them."""
+    """Reports refused connections, up to a limit per minute, because anybody able to reach the port can cause them."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say = say
@@ -104,9 +105,11 @@ async def serve(
     proof_timeout_s: float = 5.0,
     most_unproven: int | None = None,
 ) -> asyncio.Server:
-    """Listen on a bound socket; `handle` each connection that proves the key, and close it afterwards.
+    """Listen on a bound socket. Await `handle` for each connection that proves the key, and close the connection
+    afterwards.
 
-    A connection that sends a bad frame, at any time, is dropped alone and reported to `refused(peer, reason)`.
+    A connection that sends an invalid frame, at any time, is closed and reported to `refused(peer, reason)`; other
+    connections are not affected.
     """
     unproven = Unproven(min(MAX_UNPROVEN, most_open_files() // 4) if most_unproven is None else most_unproven)
 
@@ -139,5 +142,5 @@ async def serve(
             channel.close()
 
     server = await asyncio.start_server(connected, sock=listener, backlog=ACCEPTED_AT_ONCE)
-    listener.listen(LISTEN_BACKLOG)  # asyncio has set it to the number it accepts at once
+    listener.listen(LISTEN_BACKLOG)  # asyncio has set the backlog to ACCEPTED_AT_ONCE
     return server

@@ -1,6 +1,7 @@
 """Carries out the controller's actions in the simulated world: processes, orders, connections, requests to Slurm.
 
-Every action is checked before. It draws when each takes effect, and whether an ambiguous one works. Called by `world`.
+Draws the time at which each action takes effect, and the result of an action that may or may not work. Every action is
+checked before. Called by `world`.
 """
 
 from __future__ import annotations
@@ -114,14 +115,14 @@ def _send_order(world: World, action: api.Order) -> None:
     if isinstance(action.order, m.Park) and action.order.after_iteration:
         name = "pause"
     if name is not None and world.network.sent and world.rng.random() < 3 * world.scenario.duplicates:
-        for node, event in world.rng.choices(world.network.sent, k=5):  # old answers confuse when a new one is awaited
+        for node, event in world.rng.choices(world.network.sent, k=5):  # old answers may be mistaken for new ones
             world.at(world.rng.uniform(0.0, 0.1), world.network.repeat_up, node, event)
     if name is not None:
         world.disturbances.happens(name, action.ranks[world.rng.randrange(len(action.ranks))])
 
 
 def number_ranks(world: World, names: tuple[str, ...]) -> None:
-    """Renumber the ranks if nodes were left out before ranks were assigned."""
+    """Assign rank numbers anew if nodes were left out before the first ranks were assigned."""
     if names == tuple(world.workers[rank].node.name for rank in sorted(world.workers)):
         return
     expect(not any(worker.spawned for worker in world.workers.values()), "ranks are assigned again")
@@ -137,7 +138,7 @@ def number_ranks(world: World, names: tuple[str, ...]) -> None:
 
 
 def _drop_node(world: World, node: SimNode) -> None:
-    """Close a node's connection; its processes are cleaned up later, or never."""
+    """Close a node's connection. Its processes end later, or never."""
     node.dropped = True
     if world.scenario.leaks and node.alive and world.rng.random() < 0.7:
         delay = world.rng.choice([0.0, 0.1, 0.5])

@@ -1,7 +1,7 @@
-"""A simulated Slurm for a simulated job, and the rules for the job's requests to it.
+"""A simulated Slurm for a simulated job, and the rules for the job's requests to Slurm.
 
-It answers late, twice, or never; it refuses; its replacement nodes join, do not join, or come when they are no longer
-wanted.
+The simulated Slurm answers late, twice, or never, and refuses requests. A replacement node joins, or does not join, or
+arrives when it is no longer needed. Acts only on the job's requests. Called by `world` and `actions`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FINAL_STATES = ("refused", "cancelled", "ended")
 
 
 class Allocation:
-    """Slurm, as far as the job uses it, and the rules for using it."""
+    """Slurm as seen by the job, and the rules for the job's requests."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -41,22 +41,22 @@ class Allocation:
         self.lost: list[str] = []
         self.drains: dict[int, str] = {}
         self.drained = 0
-        """Number of drains among these; the others are only exclusions."""
+        """Number of real drains among all measures in `drains`; the others are only exclusions."""
         self.vacated: set[str] = set()
         self.deaths: dict[str, str] = {}
-        """How each node was lost, worded as the cause of a failure."""
+        """Description of each node's loss, worded like the cause of a failure, by node."""
         self.answered: set[tuple[int, str, str]] = set()
-        """(drain, step, outcome) of the answers in the journal."""
+        """(drain, step, outcome) of each answer in the journal."""
         self.released: set[str] = set()
         self.refusals: dict[str, int] = {}
         self.tries: dict[str, int] = {}
         self.requests: dict[int, str] = {}
-        """State of each request according to the journal."""
+        """State of each replacement request according to the journal, by its number."""
         self.instead: dict[int, str] = {}
         self.guests: dict[str, int] = {}
-        """Nodes that came with a request, and that request's number."""
+        """Nodes that were given to a replacement request, with the number of the request."""
         self.present: set[str] = set()
-        """Guests that the job has accepted."""
+        """Nodes in `guests` that the job has accepted."""
 
     # --- Slurm's side ---------------------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class Allocation:
         return api.ReplacementNews(replacement=number, state=state, slurm_job=slurm_job, node=node, text="")
 
     def _give(self, number: int) -> None:
-        """Draw the fate of a request. A request that is made twice counts once."""
+        """Draw the outcome of a replacement request. A request that is made twice counts once."""
         rng, world = self.world.rng, self.world
         if f"r{number}" in world.nodes:
             return
@@ -132,15 +132,15 @@ class Allocation:
     # --- rules ----------------------------------------------------------------------------------------------------
 
     def is_refusal(self, name: str) -> bool:
-        """Return whether dropping this node turns away a node that does not belong to the job."""
+        """Return whether the node does not belong to the job, so that dropping it means refusing it."""
         return self.is_stranger(name) or name in self.lost
 
     def is_stranger(self, name: str) -> bool:
-        """Return whether the job has not accepted this node."""
+        """Return whether the node was given to a replacement request and the job has not accepted it."""
         return name in self.guests and name not in self.present
 
     def judge(self, action: api.AnyAction) -> None:
-        """Check an action before it is carried out."""
+        """Check an action before it is carried out. Raises Violation."""
         match action:
             case api.Log():
                 self._check_entry(action.entry)
@@ -207,7 +207,7 @@ class Allocation:
                 pass
 
     def _check_drain(self, entry: DrainDecided) -> None:
-        """Check that a node is drained once, because of a failure that the settings allow to drain it for."""
+        """Check that a node is drained only once, and for a failure for which the settings allow a drain."""
         scenario = self.world.scenario
         failure = self.blamed.get(entry.failure)
         expect(failure is not None and failure.node == entry.node, f"{entry} without a verdict")
@@ -225,12 +225,12 @@ class Allocation:
         self.drains[entry.drain] = entry.node
 
     def _check_arrival(self, entry: NodeJoined) -> None:
-        """Check that a node that joins is of the right kind, and late or requested if there is a plan."""
+        """Check a node that joins: of the right kind of hardware, and, if there is a plan, either late or requested."""
         expect(entry.hardware != "B", f"{entry}, which is of another kind")
-        if entry.node in self.lost and entry.node not in self.guests:  # it came late
+        if entry.node in self.lost and entry.node not in self.guests:  # the node was lost and has joined late
             expect(entry.node not in self.released, f"{entry}, which was given back")
             self.lost.remove(entry.node)
-            for counts in (self.tries, self.refusals):  # it may be lost and given back once more
+            for counts in (self.tries, self.refusals):  # the node may be lost and released once more
                 counts.pop(entry.node, None)
             return
         if self.world.rules.plan is not None:
@@ -253,6 +253,6 @@ class Allocation:
         self.instead[entry.replacement] = entry.node
 
     def check_end(self, exit_code: int) -> None:
-        """Check that no request stays behind in the queue, unless the job ends with 75 and is requeued."""
+        """Check that no replacement request stays in the queue, unless the job ends with 75 and is requeued."""
         unfinished = [number for number, state in self.requests.items() if state in ("asked", "pending", "running")]
         expect(not unfinished or exit_code == 75, f"requests {unfinished} are left behind")

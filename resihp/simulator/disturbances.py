@@ -1,7 +1,7 @@
 """Plays the disturbances of a scenario: failures of machines and communication, and requests of people.
 
-It waits for the moment of each disturbance and inflicts it. Requests to stop are passed on to `stopping`. Called by
-`world` and by everything that can be such a moment.
+Waits for the trigger of each disturbance and causes it. Passes requests to stop on to `stopping`. Called by `world`,
+and by all code in which a trigger can occur.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Disturbances:
         self.world = world
         self.waiting_for: dict[Trigger, list[Disturbance]] = {}
         self.occurred: Counter[Trigger] = Counter()
-        """Number of moments of each kind so far."""
+        """Number of occurrences of each trigger so far."""
 
     def schedule(self) -> None:
-        """Schedule the disturbances that have a time; the others wait for their moment."""
+        """Schedule the disturbances that have a time; the others wait for their trigger."""
         for disturbance in self.world.scenario.disturbances:
             if disturbance.trigger == "time":
                 self.world.at(disturbance.delay, self.disturb, disturbance, 0)
@@ -37,7 +37,7 @@ class Disturbances:
                 self.waiting_for.setdefault(disturbance.trigger, []).append(disturbance)
 
     def happens(self, trigger: Trigger, rank: int) -> None:
-        """Note a moment at a rank, and schedule the disturbances that wait for it."""
+        """Record a trigger on a rank, and schedule the disturbances that wait for it."""
         if trigger not in self.waiting_for:
             return
         self.occurred[trigger] += 1
@@ -46,10 +46,10 @@ class Disturbances:
                 self.world.at(disturbance.delay, self.disturb, disturbance, rank)
 
     def disturb(self, disturbance: Disturbance, concerned: int) -> None:
-        """Inflict a disturbance; `concerned`: the rank of the moment that it waited for."""
+        """Cause a disturbance. `concerned` is the rank of its trigger, used if the disturbance names no rank."""
         world = self.world
         rank = concerned if disturbance.rank is None else disturbance.rank
-        if rank not in world.workers:  # nodes were left out, see `number_ranks`
+        if rank not in world.workers:  # nodes were left out (`number_ranks`)
             rank = min(world.workers)
         worker = world.workers[rank]
         node, seconds = worker.node, disturbance.seconds
@@ -87,7 +87,7 @@ class Disturbances:
                 worker.proceed(None, worker.throw, (f"ValueError: rank {worker.rank} is odd",))
 
     def _disturb_collectives(self, worker: Worker, disturbance: Disturbance) -> None:
-        """Break the transfer that a worker waits for, or let no collective of its epoch end."""
+        """Break the transfer that a worker waits for, or make all collectives of its epoch hang."""
         collectives = self.world.collectives
         if disturbance.kind == "deadlock":
             collectives.cursed.add(("any", worker.epoch))
@@ -119,7 +119,7 @@ class Disturbances:
                     world.workers[rank].stumbles = "ImportError: no module named flash_attn"
 
     def _inject(self, rank: int) -> None:
-        """Let an operator ask for a fault."""
+        """Make an operator request an injected fault."""
         world = self.world
         if world.leaderless:
             return

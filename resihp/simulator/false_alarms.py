@@ -1,4 +1,7 @@
-"""A detector for simulated jobs that raises false alarms at random, to test the controller's reactions."""
+"""A detector for simulated jobs that raises false alarms at random, to test the controller's reactions.
+
+Never looks at measured times. Used by `world` instead of the real detector in jobs with `Scenario.slow`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ SLOW_COMPONENTS: tuple[Component, ...] = ("collective", "reduction", "data")
 
 
 class RandomPredictor:
-    """Predicts random times for healthy chunks, and sometimes none."""
+    """Predicts random durations for healthy chunks, and sometimes none."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -29,10 +32,10 @@ class RandomPredictor:
 
 
 class Wolf:
-    """Finds something in each iteration with probability `chance`: a slow rank, two slow ranks that cannot be
-    distinguished, a slow link, nothing in particular, slow work that ranks do together, or an intermittently slow rank.
+    """A detector that cries wolf: each iteration has two chances of a random finding, each with probability `chance`.
 
-    It cries wolf.
+    A finding is a slow rank, two slow ranks that cannot be distinguished, a slow link, slowness without a particular
+    rank, slow work that ranks do together, or an intermittently slow rank.
     """
 
     def __init__(self, seed: int, chance: float, _: Detection) -> None:
@@ -43,7 +46,8 @@ class Wolf:
 
     @property
     def settled(self) -> bool:
-        """Whether it is settled: in two of three jobs, and only after a device was confirmed as slow."""
+        """Whether the detector claims stable estimates: in two of three jobs, and only after a device was confirmed as
+        slow."""
         return self._seed % 3 > 0 and len(self._slow) > 0
 
     def healthy_transfers(self) -> tuple[float | None, float | None]:

@@ -1,13 +1,13 @@
 """Play simulated jobs around the real controller; `python -m resihp.simulator.harness SEED` shows one.
 
-`Scenario` (scenarios) describes the job and its disturbances, `World` (world.py, machines) plays it on a virtual
-clock, `Rules` (rules.py, invariants) checks after every event the promises of architecture.md and interface.md.
+`Scenario` (scenarios) describes the job and its disturbances. `World` (world.py, machines) plays the job on a virtual
+clock. `Rules` (rules.py, invariants) checks after every event the promises of architecture.md and interface.md.
 
     .venv/bin/python -m resihp.simulator.harness 4711            the log of one seed
-    .venv/bin/python -m resihp.simulator.harness 4711 --beats    with the agents' beats
+    .venv/bin/python -m resihp.simulator.harness 4711 --beats    with the agents' heartbeats
     .venv/bin/python -m resihp.simulator.harness 0 5000          many seeds: violations by kind, exit codes
-    ... --storm, --orphan, --slurm, --slow       the same with jobs of another family (scenarios)
-    ... --stop, --start, --ramp, --noise         ... and of four more
+    ... --storm, --orphan, --slurm, --slow       jobs of another family (scenarios)
+    ... --stop, --start, --ramp, --noise         jobs of four more families
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Disturbance", "Result", "Scenario", "Violation", "World", "main", "p
 
 
 def play(scenario: Scenario, replay: bool = True) -> Result:
-    """Run a scenario to its end, then give its events to a second controller. Raises Violation."""
+    """Run a scenario to its end, then replay its events with a second controller. Raises Violation."""
     world = World(scenario)
     result = world.run()
     if replay:
@@ -41,7 +41,7 @@ def play(scenario: Scenario, replay: bool = True) -> Result:
 
 
 def show(scenario: Scenario, beats: bool) -> int:
-    """Print one scenario's log."""
+    """Run one scenario and print its log. Return 0, or 1 after a violation."""
     world = World(scenario)
     verdict = "ended"
     try:
@@ -56,7 +56,11 @@ def show(scenario: Scenario, beats: bool) -> int:
 
 
 def sweep(draw: Callable[[int], Scenario], first: int, last: int) -> int:
-    """Run the seeds from first to last, both inclusive, and count violations and exit codes."""
+    """Run the seeds from `first` to `last`, both inclusive; print the violations by kind and the number of each exit
+    code.
+
+    Return 0, or 1 after any violation.
+    """
     codes: Counter[int] = Counter()
     kinds: dict[str, list[int]] = {}
     for seed in range(first, last + 1):

@@ -1,4 +1,7 @@
-"""The state that a simulated worker holds: slices as bits, and a value that distinguishes histories."""
+"""The state of a simulated worker: slices as bits, and a value that depends on the history of steps.
+
+Moves no state itself. Used by the simulated workers and by the invariants.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,22 @@ from resihp.parallelism.parameter_outline import outline as whole_outline
 from resihp.protocol import messages as m
 
 PIECES_PER_PARAMETER = 4
-"""Number of pieces into which each parameter that can be cut is divided here."""
+"""Number of pieces into which the simulator divides each parameter that can be cut."""
 
 
 @cache
 def outline(model: ModelSpec) -> tuple[ParameterSpec, ...]:
-    """Return two parameters of each layer, one that is cut and one that is not: the others have the same holders."""
+    """Return two parameters of each layer, one that is cut and one that is not. The layer's other parameters have the
+    same holders."""
     return tuple(spec for spec in whole_outline(model) if "attention" not in spec.name and "fc2" not in spec.name)
 
 
 @dataclass(frozen=True)
 class Holding:
-    """State on one worker. `slices`: bits of the slices held. `value`: stands for their contents; equal only for equal
-    histories."""
+    """State of one worker after `iteration`. `slices` has one bit for each slice.
+
+    `value` represents the contents of all slices: it is equal only for equal histories of steps.
+    """
 
     slices: int
     iteration: int
@@ -33,12 +39,12 @@ class Holding:
 
 
 def drawn(slices: int, iteration: int) -> Holding:
-    """Return the state drawn from the seed, or loaded from the checkpoint of `iteration`."""
+    """Return state drawn from the seed, or loaded from the checkpoint of `iteration`."""
     return Holding(slices, iteration, hash(("drawn", iteration)))
 
 
 def after(holding: Holding, outcome: m.StepOutcome) -> Holding:
-    """Return the same slices, one step later."""
+    """Return the state after one more step, with the same slices."""
     value = hash((holding.value, outcome.iteration, outcome.gradient_norm))
     return Holding(holding.slices, outcome.iteration, value)
 
@@ -62,7 +68,7 @@ def _index(model: ModelSpec) -> tuple[dict[str, int], dict[str, int]]:
 
 @lru_cache(maxsize=20000)
 def needed(model: ModelSpec, layout: Layout) -> dict[int, int]:
-    """Return the slices that each active rank of a layout must hold."""
+    """Return the slices that each active rank needs under a layout, as bits."""
     slices = dict.fromkeys(layout.active, 0)
     for spec in outline(model):
         for stage in holders(layout, spec):

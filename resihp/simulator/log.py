@@ -8,7 +8,7 @@ from resihp.record.journal import FailureFound, IterationCommitted, PlanDecided,
 
 
 def log_tail(log: list[tuple[float, object]], lines: int = 60, beats: bool = False) -> str:
-    """Return the last lines, without ticks and (unless asked for) beats."""
+    """Return the last `lines` lines of a log as text, without ticks, and without heartbeats unless `beats`."""
     quiet = api.Tick if beats else api.Tick | api.AgentBeat
     return "\n".join([f"{at:9.3f} {written(item)}" for at, item in log if not isinstance(item, quiet)][-lines:])
 
@@ -40,7 +40,7 @@ def written(item: object) -> str:
 
 
 def short(item: object) -> str:
-    """Format messages and journal entries without the fields that every line would repeat."""
+    """Format a message or journal entry, without the fields that are the same in every line."""
     match item:
         case m.Declare():
             return "Declare"

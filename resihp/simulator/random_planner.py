@@ -1,8 +1,8 @@
-"""A scheduler for simulated jobs: quick, deterministic, and inclined to layouts that nobody would choose.
+"""A planner for simulated jobs: fast, deterministic, and likely to choose layouts that no real planner would choose.
 
-It keeps the whole replicas, and sometimes some with stages without ranks, and forms more replicas, of random depth and
-width, from the remaining ranks. It uses every device that it can, so that each loss and each newcomer changes the
-layout. Sometimes it finds no plan at all, or one that the checker refuses.
+Keeps complete replicas, and sometimes replicas that have stages without ranks. Forms more replicas, of random depth and
+width, from the remaining ranks. Uses every device that it can, so that each loss and each newcomer changes the layout.
+Sometimes finds no plan at all, or a plan that the checker refuses. Used by `world`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from resihp.scheduler.situation import Decision, Situation
 
 
 class RandomPlanner:
-    """`trouble`: probability of finding no plan. `kind`: real planner, this one, or one that only drops replicas."""
+    """`trouble` is the probability of finding no plan. `kind` selects the planner: `real`, `wild` (this one), or
+    `cautious`, which only drops replicas."""
 
     def __init__(self, seed: int, trouble: float, kind: str) -> None:
         self.seed, self.trouble, self.kind = seed, trouble, kind
@@ -62,7 +63,8 @@ class RandomPlanner:
 
     @staticmethod
     def _vacated(situation: Situation, able: set[int], whole: list[Replica]) -> list[Replica]:
-        """Return replicas that lost ranks, without the affected stages, if whole replicas hold the layers of these."""
+        """Return replicas that lost ranks, without the affected stages, if the replicas in `whole` have the layers of
+        these stages."""
         whole_layout = Layout(tuple(whole))
         vacated: list[Replica] = []
         for replica in situation.base.replicas:
@@ -75,7 +77,8 @@ class RandomPlanner:
 
     @staticmethod
     def _replica(rng: random.Random, situation: Situation, remaining: list[int]) -> Replica:
-        """Return a replica of random depth: groups of one or two neighbours on a node, at most one for each layer."""
+        """Return a replica of random depth. Each stage has one or two neighbouring ranks of a node, and at least one
+        layer."""
         groups: list[tuple[int, ...]] = []
         ranks = list(remaining)
         depth = min(rng.randint(1, situation.pp + 1), situation.model.layers)
@@ -100,7 +103,7 @@ class RandomPlanner:
 
 
 class RandomChecker:
-    """`trouble`: probability of refusing a plan. With a `wild` planner it makes no other checks."""
+    """`trouble` is the probability of refusing a plan. Plans of a `wild` planner are not checked otherwise."""
 
     def __init__(self, seed: int, trouble: float, kind: str) -> None:
         self.seed, self.trouble, self.kind = seed, trouble, kind

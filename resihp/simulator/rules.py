@@ -1,9 +1,10 @@
-"""Invariants of every run, checked at every moment against the controller's actions and the simulated truth.
+"""Invariants of every run, checked at every event against the controller's actions and the simulated truth.
 
-`Rules.learn` sees each event before the controller does, `Rules.judge` each action before it is carried out,
-`Rules.settle` the end of each answer. It holds everything that the controller was told and has decided; the invariants
-themselves are in `resihp.simulator.invariants`, by subject. The promises are those of architecture.md ("Rules that make
-it safe") and interface.md ("Detection times", exit codes). Called by `world`, and by workers that step or free state.
+`Rules.learn` is called for each event before the controller handles it, `Rules.judge` for each action before it is
+carried out, and `Rules.settle` after each complete answer. `Rules` records everything that the controller was told and
+has decided; the invariants themselves are in `resihp.simulator.invariants`, by subject. The promises are those of
+architecture.md ("Rules that make it safe") and interface.md ("Detection times", exit codes). Never acts on the
+simulated world. Called by `world`, and by workers that step or free state.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Rules:
-    """Everything that the controller has been told and has decided so far, and the conditions that follow."""
+    """Records everything that the controller has been told and has decided so far, and checks it."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -45,32 +46,33 @@ class Rules:
         self.evaluated = 0
         self.reported = world.scenario.resume_from
         self.stepped_by_any = world.scenario.resume_from
-        """Highest iteration whose step a delivered report confirms: `reported` by ranks not given up, this by any."""
+        """Highest iteration with a step reported by any rank; `reported` excludes ranks that the controller has given
+        up."""
         self.parked: dict[int, set[int]] = {}
-        """Ranks that have answered each order to park, by epoch."""
+        """Ranks that have answered an order to park, by its epoch."""
         self.last_order: dict[int, tuple[int, int]] = {}
         self.highest_epoch = 0
         self.in_effect: Plan | None = None
         self.acknowledged: dict[int, dict[int, m.Ready]] = {}
-        """Reports of ranks that are ready, by epoch and rank."""
+        """`Ready` messages received, by epoch and rank."""
         self.refused: set[int] = set()
-        """Epochs whose plan was refused."""
+        """Epochs of plans that a rank refused."""
         self.objected = 0
-        """Number of refusals since the last plan took effect."""
+        """Number of refused plans since the last plan took effect."""
         self.turned_away: set[int] = set()
         self.declared_at: dict[int, int] = {}
-        """Newcomers that are ready to join, with the number of committed iterations at that time."""
+        """Newcomers that are ready to join, with the number of iterations committed at that time."""
         self.taking_over = False
-        """Whether this answer comes from a supervisor that may still be reading inventories."""
+        """Whether the present answer comes from a supervisor that may still be reading inventories."""
         self.value = drawn(0, self.world.scenario.resume_from)
-        """State after the last committed iteration; every holder of any slice must have it."""
+        """State after the last committed iteration; every holder of a slice must have it."""
         self.hurried: set[int] = set()
-        """Ranks asked to park at once, after they were asked to park between two iterations."""
+        """Ranks that were ordered to park at once after they had been ordered to park between two iterations."""
         self.taking_part = set(self.world.workers)
-        """Ranks that the last orders to park were sent to."""
+        """Recipients of the last orders to park."""
         self.parking = 0
         self.underway = False
-        """Whether a transition is in progress: from its first order or plan until its plan is in effect."""
+        """Whether a transition is in progress: from its first order or plan until the plan is in effect."""
         self.bytes_planned = 0
         self.confirmed: dict[int, set[int]] = {}
         self.blamed: dict[int, int] = {}
@@ -85,34 +87,35 @@ class Rules:
         self.signalled: int | None = None
         self.early_loss = False
         self.began = False
-        """Whether the first plan was decided."""
+        """Whether the first plan has been decided."""
         self.halted_at: float | None = None
         self.requests: dict[int, bool] = {}
         self.checkpoints: dict[str, set[str]] = {}
         self.exposed: tuple[tuple[int, frozenset[int]], int] | None = None
-        """Epoch in which state has only one holder, the ranks that could hold a copy, and the number of iterations
-        committed when that began."""
+        """Epoch with state that has only one holder, the ranks that could hold a copy, and the number of iterations
+        committed when this began; None if all state has two holders or no rank could hold a copy."""
         self.set_aside: dict[Device, SetAside] = {}
-        """Devices on standby because of a probe's result."""
+        """Devices on standby because of the result of a probe."""
 
     def took_over(self) -> None:
-        """Keep only the knowledge of a new supervisor: the journal with its suspicions, but no orders or answers."""
+        """Forget everything that a new supervisor cannot know: orders and answers. The journal and its suspicions
+        remain."""
         self.suspected = set(self.world.record.suspects_silent)
         self.pending_blame.clear()
         self.underway = False
         self.last_order.clear()
         self.reported = self.committed  # reports to the previous supervisor that are not in the journal are lost
         epochs = [0, *self.plans, *(node.epoch for node in self.world.nodes.values())]
-        self.highest_epoch = max(epochs)  # an epoch that no node was told of never existed
+        self.highest_epoch = max(epochs)  # an epoch that reached no node may be used again
         wait_anew(self, self.set_aside)
 
     def begin(self) -> None:
-        """Prepare for an answer of the controller."""
+        """Prepare to check the next answer of the controller."""
         self.injected_now = []
         self.taking_over = self.world.controller.job.stage == "recovering"
 
     def judge(self, action: api.AnyAction) -> None:
-        """Check an action before it is carried out."""
+        """Check an action before it is carried out. Raises Violation."""
         match action:
             case api.Log():
                 check_entry(self, action.entry)
@@ -144,7 +147,7 @@ class Rules:
                 pass
 
     def settle(self) -> None:
-        """Check the state after the controller's whole answer."""
+        """Check the state after the controller's complete answer. Raises Violation."""
         for failure in self.pending_blame:
             check_blame(self, failure)
         self.pending_blame.clear()
@@ -161,7 +164,7 @@ class Rules:
             check_copies(self)
 
     def learn(self, event: api.AnyEvent, again: bool) -> None:
-        """Note an event before the controller sees it. `again`: this is a repetition of a message."""
+        """Record an event before the controller handles it. `again` marks a message that is delivered a second time."""
         match event:
             case api.WorkerExited():
                 self.known_dead.add(event.rank)
@@ -189,7 +192,7 @@ class Rules:
                 self._learn_message(worker, event.message)
 
     def _learn_inventory(self, inventory: m.Inventory) -> None:
-        """Note the reports that an agent kept for a new supervisor."""
+        """Record the reports that an agent has stored for a new supervisor."""
         self.known_dead.update(rank for rank, _ in inventory.ended)
         self.early_loss = self.early_loss or bool(inventory.ended and not self.plan)
         for running in inventory.workers:
@@ -201,7 +204,7 @@ class Rules:
                     self._learn_message(worker, message)
 
     def _learn_beat(self, beat: m.Beat) -> None:
-        """Note the workers that have made progress since the last beat."""
+        """Record the workers that have made progress since the previous heartbeat."""
         for worker_beat in beat.workers:
             progress = worker_beat.progress
             if progress is None:
@@ -212,7 +215,7 @@ class Rules:
                 self.prove(worker, progress.epoch, progress.iteration - 1)
 
     def _learn_answer(self, worker: Worker, message: m.WorkerMessage) -> None:
-        """Note the time of an answer to an order of the newest epoch."""
+        """Record the time of a worker's answer to an order of the newest epoch."""
         match message:
             case m.Parked(epoch=epoch) | m.Confirm(epoch=epoch) | m.Ready(epoch=epoch) | m.Stepped(epoch=epoch):
                 if epoch == self.highest_epoch:
@@ -240,7 +243,8 @@ class Rules:
                 self.checkpoints.setdefault(message.folder, set()).add(message.file)
 
     def prove(self, worker: Worker, epoch: int, iteration: int) -> None:
-        """Note that a report of `iteration` proves that all ranks of the epoch joined its last synchronisation."""
+        """Record that a report of `iteration` proves that all ranks of the epoch took part in its last
+        synchronisation."""
         meeting = self.world.collectives.meetings.get(("sync", epoch, iteration))
         plan = self.plans.get(epoch)
         if meeting is None or not meeting.over or plan is None:
@@ -250,13 +254,13 @@ class Rules:
                 self.proofs[name] = max(self.proofs.get(name, 0.0), meeting.over_at)
 
     def note_report(self, worker: Worker, iteration: int) -> None:
-        """Note a report; that of a rank given up before may count or not, since its state is lost with it."""
+        """Record a reported step. For a rank that was given up it may or may not count, since its state is lost."""
         self.stepped_by_any = max(self.stepped_by_any, iteration)
         if worker.rank not in self.known_dead:
             self.reported = max(self.reported, iteration)
 
     def has_stepped(self, worker: Worker, outcome: m.StepOutcome) -> None:
-        """Check that a rank took the same step as its peers."""
+        """Check that a rank took the same step as other live ranks. Raises Violation."""
         for peer in self.world.workers.values():
             if not peer.alive or self.given_up(peer) or peer.outcome is None:
                 continue
@@ -265,7 +269,7 @@ class Rules:
                 expect(peer.outcome == outcome or self.given_up(worker), text)
 
     def given_up(self, worker: Worker) -> bool:
-        """Return whether the controller no longer counts on a worker."""
+        """Return whether the controller has given the worker up."""
         return worker.fenced or worker.node.dropped or worker.rank in self.known_dead
 
     def injected_faults(self) -> list[Fault]:
@@ -273,7 +277,7 @@ class Rules:
         return [armed.get(number) or self.world.asked[number] for number in self.fired]
 
     def freed(self, worker: Worker, epoch: int, kept: int | None) -> None:
-        """Check that a rank frees only state that the layout in effect does not need."""
+        """Check that a rank frees only state that the layout in effect does not need. Raises Violation."""
         if self.given_up(worker):
             return
         if self.committed == self.world.scenario.resume_from:

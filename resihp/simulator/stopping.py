@@ -1,8 +1,8 @@
-"""Simulated ways to ask a job to stop, and rules for how it may end.
+"""Simulated ways of asking a job to stop, and the rules for the job's end.
 
-Slurm signals agents one after the other, and their workers, which may die of it. It answers late or never when asked
-for the reason. The rules restate, independently of the controller, when a stop begins, how long it may take, which
-failures it may attribute to nodes, and which state it must save.
+Slurm signals agents one after the other, and their workers, which may die of the signal. It answers late or never when
+asked for the reason. The rules define, independently of the controller, when a stop begins, how long it may take, which
+failures it may attribute to nodes, and which state it must save. Called by `world`, `actions` and `disturbances`.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ WARNING_SIGNALS = (SIGUSR1, SIGUSR2)
 
 
 class Stopping:
-    """Slurm and operators that want the job to end, and the rules for ending it."""
+    """Slurm and operators that ask the job to end, and the rules for its end."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.nodes: set[str] = set()
-        """Nodes of the job, as far as it knows."""
+        """Nodes of the job according to the journal."""
         self.lost_at: dict[str, float] = {}
-        """Time at which each node was given up."""
+        """Time at which the job gave up each node."""
         self.signals: dict[str, tuple[float, int]] = {}
-        """Time and signal of the last one to each agent, as far as the job knows."""
+        """Time and number of the last signal to each agent, as far as the job knows."""
         self.began_at: float | None = None
         self.asked_at = 0.0
         self.is_warning = False
         self.operator: int | None = None
-        """Signal by which an operator wants the job to end; 0 for `resihp stop`."""
+        """Signal with which an operator asks the job to end; 0 for `resihp stop`, None without a request."""
         self.at_once: int | None = None
-        """Signal by which an operator wants the job to end without a checkpoint."""
+        """Signal with which an operator asks the job to end without a checkpoint; None if no operator does."""
         self.deadline: float | None = None
         self.written: dict[str, dict[str, int]] = {}
-        """Slices in each file of each checkpoint folder."""
+        """Slices in each file of each checkpoint folder, as bits."""
         self.wrong: set[str] = set()
-        """Files with another state than that of the last committed iteration at the time of writing."""
+        """Files with another state than that of the last committed iteration when they were written."""
         self.meanings: list[JobSignalled] = []
         self.saving: m.Save | None = None
         self.saves: set[tuple[int, int]] = set()
-        """(epoch, iteration) at whose last synchronisation all were told to write a checkpoint while they train."""
+        """(epoch, iteration) of each last synchronisation that told all ranks to write a checkpoint during training."""
         self.complete = 0
         """Iteration of the newest complete checkpoint."""
 
@@ -96,7 +96,7 @@ class Stopping:
                     world.at(disturbance.seconds, world.agents.kill_node, node, rng.random() < 0.5)
 
     def signal_node(self, node: SimNode, disturbance: Disturbance) -> None:
-        """Signal a node's agent, and its workers, some of which die of the signal."""
+        """Signal a node's agent, and its workers; some workers die of the signal."""
         world, rng = self.world, self.world.rng
         if not node.alive:
             return
@@ -121,7 +121,7 @@ class Stopping:
     # --- consequences -----------------------------------------------------------------------------------------------
 
     def learn(self, event: api.AnyEvent) -> None:
-        """Note an event before the controller sees it."""
+        """Record an event before the controller handles it."""
         now, slurm = self.world.now, self.world.scenario.slurm
         match event:
             case api.Signalled():
@@ -149,7 +149,7 @@ class Stopping:
                 pass
 
     def asked(self, number: int) -> None:
-        """Note an operator's request to stop, the first or the second."""
+        """Record an operator's request to stop. If it is the second request and a signal, the job must end at once."""
         if self.operator is None and (self.began_at is None or self.is_warning):
             self.begin(is_warning=False)
             self.operator = number
@@ -183,7 +183,7 @@ class Stopping:
 
     @property
     def ends_at(self) -> float:
-        """Latest time at which the job must have ended."""
+        """Time by which the job must have ended; `NEVER_S` if no limit applies."""
         if self.began_at is None or (self.is_warning and self.world.rules.halted_at is not None):
             return NEVER_S
         grace_s = self.world.scenario.signal_grace_s
@@ -204,7 +204,7 @@ class Stopping:
     # --- rules ----------------------------------------------------------------------------------------------------
 
     def judge(self, action: api.AnyAction) -> None:
-        """Check an action before it is carried out."""
+        """Check an action before it is carried out. Raises Violation."""
         match action:
             case api.Log():
                 self.check_entry(action.entry)
@@ -218,7 +218,7 @@ class Stopping:
                 pass
 
     def settle(self) -> None:
-        """Check the state after the controller's whole answer."""
+        """Check the state after the controller's complete answer. Raises Violation."""
         if self.world.leaderless or self.world.end is not None:
             return
         expect(self.at_once is None, f"told to end at once by {self.at_once}, but goes on")
@@ -251,7 +251,7 @@ class Stopping:
                     self.operator = entry.signal if entry.meaning == "operator" else None
 
     def check_blame(self, entry: FailureFound) -> None:
-        """Check that no node is held responsible for processes that died because of the stop."""
+        """Check that the job blames no node for processes that died because of the stop."""
         if entry.node is None:
             return
         workers = [self.world.workers[rank] for rank in entry.ranks]
@@ -281,7 +281,7 @@ class Stopping:
         self.saving = order
 
     def write(self, worker: Worker, epoch: int, folder: str, file: str) -> None:
-        """Note that a rank has written its state under an epoch's layout."""
+        """Record that a rank has written its state under the layout of an epoch."""
         holding, rules = worker.held[epoch], self.world.rules
         self.written.setdefault(folder, {})[file] = holding.slices
         right = (holding.iteration, holding.value) == (rules.value.iteration, rules.value.value)
@@ -289,7 +289,8 @@ class Stopping:
             self.wrong.add(file)
 
     def check_checkpoint(self, action: api.CommitCheckpoint) -> None:
-        """Check that a committed checkpoint is whole, and one saved at the end of the last committed iteration."""
+        """Check that a committed checkpoint is complete, and, if the job saves at its end, that it is of the last
+        committed iteration."""
         files = self.written.get(action.folder, {})
         slices = 0
         for file, _ in action.parts:
@@ -302,7 +303,7 @@ class Stopping:
             expect(not wrong, f"{action}: {sorted(wrong)} hold another state")
 
     def check_end(self, end: api.End) -> bool:
-        """Return whether a stop explains how the job ended."""
+        """Check the end of a job that was asked to stop. Return whether the stop explains the end."""
         if not self.is_on or end.exit_code == 2 or "no agent reconnected" in end.reason:
             return False
         if self.at_once is not None:
@@ -327,7 +328,7 @@ class Stopping:
         expect(not end.workers_leave, f"{end}: the workers were not told to leave")
 
     def check_saved(self, end: api.End) -> None:
-        """Check that the last iteration was saved, if nothing hindered that."""
+        """Check that the last committed iteration was saved, if nothing prevented this."""
         rules, scenario = self.world.rules, self.world.scenario
         calm = not [d for d in scenario.disturbances if d.kind not in ("signal", "cancel")] and not scenario.faults
         calm = calm and not scenario.mortality and scenario.iteration_s < 2 and scenario.signal_grace_s >= 10

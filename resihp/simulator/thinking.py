@@ -1,7 +1,8 @@
-"""Answers the controller's questions ahead in a simulated job, with the code of a real one, after some virtual time.
+"""Answers the controller's questions about future plans in a simulated job, by the real code, after some virtual time.
 
-A few answers never come, come late or twice, report that there is no plan, or are malformed. Random numbers come from a
-generator of its own, so that a job's other draws are the same with and without it. Held by `world`.
+A few answers never arrive, arrive late or twice, report that there is no plan, or are malformed. This module has its
+own random generator, so that all other draws of a job are the same with and without it. Never decides whether an answer
+is used. Called by `world` and `actions`.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ if TYPE_CHECKING:
     from resihp.simulator.world import World
 
 MAX_SEARCH_LOOKS = 2
-"""Number of times that a search may continue; low, because thousands of jobs are played."""
+"""Maximum number of times that a search may continue. Low, because thousands of jobs are played."""
 
 
 class Thinking:
-    """Answers one question at a time, like the single process of a real job."""
+    """Answers one question at a time, like the separate process in a real job."""
 
     def __init__(self, world: World) -> None:
         self._world, self._rng = world, random.Random(f"{world.scenario.seed} thinks")
         self._next: api.Think | None = None
         self._busy = False
         self._found: list[Layout] = []
-        """Layouts in effect for which a possibly better plan was found."""
+        """Layouts for which a better plan may have been found while they were in effect."""
 
     def has_found(self, plan: Plan) -> bool:
-        """Return whether the controller may know of a better plan than this one, which is in effect."""
+        """Return whether the controller may know a better plan than `plan`, the plan in effect."""
         return any(layout.replicas == plan.layout.replicas for layout in self._found)
 
     def accept(self, action: api.Think) -> None:
-        """Accept a question: it replaces one that has not begun, and begins after the one in progress."""
+        """Accept a question. It replaces a waiting question, and begins after the question in progress."""
         expect(self._world.settings.plans_ahead, f"{action} in a job that does not plan ahead")
         expect(action.question == key_of(action.situation), "the question's key does not match its situation")
         self._next = action

@@ -1,7 +1,7 @@
-"""A whole job on a virtual clock around the real controller: it plays all events in the order of their times.
+"""A whole job on a virtual clock around the real controller. It plays all events in the order of their times.
 
-It gives each event to the controller, lets the rules check the answer, and carries the answer out. Machines, Slurm and
-disturbances have modules of their own, which it holds. Called by `harness`, tests and benchmarks.
+Passes each event to the controller, makes the rules check the answer, and carries the answer out. Machines, Slurm and
+disturbances are simulated by modules of their own, never here. Called by `harness`, tests and benchmarks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TICK_EVENT = api.Tick()
 
 @dataclass
 class Result:
-    """The outcome of a run, for directed tests."""
+    """The outcome of a run, for tests of particular scenarios."""
 
     exit_code: int
     reason: str
@@ -84,7 +84,7 @@ class Result:
 
 
 class World:
-    """Virtual time, network, machines, and the rules that must hold."""
+    """Virtual time, network and machines of one job, with the rules for its controller."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -107,24 +107,24 @@ class World:
         self.actions: list[tuple[float, api.AnyAction]] = []
         self.entries: list[tuple[float, AnyEntry]] = []
         self.record = JobRecord()
-        """The record that the journal adds up to."""
+        """The record of the job, folded from the journal."""
         self.end: api.End | None = None
         self._active: dict[int, tuple[int, ...]] = {}
         self.asked: dict[int, Fault] = {}
-        """Faults that an operator asked for."""
+        """Injected faults requested by an operator, by their numbers."""
         self.broken_epochs: set[int] = set()
-        """Epochs in which a transfer was broken on purpose."""
+        """Epochs in which a disturbance broke a transfer."""
         self.leaderless = 0
-        """Number of supervisors that have died and were not replaced yet."""
+        """Number of supervisors that have died and have not been replaced yet."""
         self.takeovers: list[float] = []
-        """Times at which a supervisor took over."""
+        """Times at which a new supervisor took over."""
         self.network, self.agents = Network(self), Agents(self)
         self.collectives, self.disturbances = Collectives(self), Disturbances(self)
         self.rules, self.allocation = Rules(self), Allocation(self)
         self.stopping, self.thinking = Stopping(self), Thinking(self)
 
     def own_dependencies(self) -> Dependencies:
-        """Return a planner and a checker of our own, and in some jobs a detector."""
+        """Return the planner and checker of the simulator, and in some jobs its detector."""
         scenario = self.scenario
         ours = Dependencies(
             planner=RandomPlanner(scenario.seed, scenario.planner_trouble, scenario.planner),
@@ -144,7 +144,7 @@ class World:
         heapq.heappush(self.heap, (self.now + delay, next(self.count), function, arguments))
 
     def run(self) -> Result:
-        """Play the job to its end. Raises Violation."""
+        """Play the job to its end and return the result. Raises Violation."""
         scenario = self.scenario
         self.disturbances.schedule()
         late = dict(scenario.late)
@@ -182,7 +182,7 @@ class World:
     def moves(
         self, base: Base, layout: Layout, specs: Sequence[ParameterSpec], nodes: Mapping[int, str]
     ) -> tuple[Move, ...]:
-        """Return the moves of a transition, computed once for all callers."""
+        """Return the moves of a transition, cached for all callers."""
         if (base, layout) not in self._moves:
             self._moves[base, layout] = moves(base, layout, specs, nodes)
         return self._moves[base, layout]
@@ -194,7 +194,10 @@ class World:
     # --- supervisors ----------------------------------------------------------------------------------------------
 
     def lose_supervisor(self, seconds: float) -> None:
-        """Kill the supervisor, with all its unread and unsent messages; agents and workers keep their knowledge."""
+        """Kill the supervisor, with all messages that it has not read or sent. Agents and workers keep their state.
+
+        Another supervisor takes over after `seconds`.
+        """
         if self.leaderless:
             return
         self.leaderless += 1
@@ -207,7 +210,7 @@ class World:
         for rank in unstarted:
             if rank in self.rules.turned_away:
                 continue
-            self.workers[rank].alive = False  # the order to start it is lost
+            self.workers[rank].alive = False  # the order to start this worker is lost
             self.workers[rank].node.ranks.remove(rank)
             del self.workers[rank]
             self.rules.known_dead.discard(rank)
@@ -232,12 +235,12 @@ class World:
                 self.at(self.rng.choice([0.0, 0.1, self.rng.uniform(0.0, 4.0)]), self.agents.join_again, node)
 
     def commits(self) -> list[Commit]:
-        """Return the recent commits, with their ages, as a supervisor that takes over now has them."""
+        """Return the recent commits with their ages, as a supervisor that takes over now would get them."""
         ages = [(at - self.now, entry) for at, entry in self.entries if isinstance(entry, IterationCommitted)]
         return [Commit(entry.outcome.iteration, age, entry.seconds) for age, entry in ages[-MAX_KEPT_COMMITS:]]
 
     def remember(self) -> None:
-        """Feed speeds of former jobs from the ledger to the controller."""
+        """Pass the nodes' speeds in former jobs, as from the ledger, to the controller."""
         usual = {
             (name, f"host-{name}", ""): m.Speed(flops=self.rng.choice([1.0, 1.0, 2.0]), memory_bytes=1.0)
             for name in sorted(self.nodes)
@@ -245,7 +248,7 @@ class World:
         self.feed(api.NodesRemembered(usual=usual))
 
     def active_ranks(self, plan: Plan) -> tuple[int, ...]:
-        """Return the ranks that have work in a plan."""
+        """Return the ranks with work under a plan."""
         if plan.epoch not in self._active:
             self._active[plan.epoch] = plan.layout.active
         return self._active[plan.epoch]
@@ -253,7 +256,8 @@ class World:
     # --- the controller -------------------------------------------------------------------------------------------
 
     def feed(self, event: api.AnyEvent, again: bool = False) -> None:
-        """Give one event to the controller and carry out its actions."""
+        """Pass one event to the controller, check its answer and carry it out. `again`: the event is delivered a second
+        time."""
         if self.end is not None or self.leaderless:
             return
         rules = self.rules
@@ -284,7 +288,7 @@ class World:
         apply(self.record, entry)
 
     def after_the_end(self) -> None:
-        """Check that the controller does nothing after the end, whatever event comes."""
+        """Check that the controller answers no event after the end."""
         later: list[api.AnyEvent] = [
             TICK_EVENT,
             api.WorkerExited(rank=0, status=-SIGKILL),
@@ -296,7 +300,8 @@ class World:
             expect(more == [], f"{more} after the end")
 
     def replay(self) -> None:
-        """Check that the same events give the same actions: nothing depends on a clock, chance or a set's order."""
+        """Check that the same events give the same actions: nothing may depend on a clock, on chance or on the order of
+        a set."""
         controller = self.new_controller()
         if self.takeovers:
             return  # several controllers took part

@@ -1,8 +1,8 @@
-"""Checkpoint folders as files: which are complete, which are committed, which may be deleted. Never imports torch.
+"""Manages checkpoint folders as files: finds complete ones, commits new ones, deletes old ones. Never imports torch.
 
-A checkpoint is a folder `iteration-000040` with parts, each written by one rank (`resihp.executor.state.checkpoint`),
-and a manifest. Writing the manifest is the commit: without it the folder does not count. Called by the supervisor,
-which learns of the parts from the ranks' reports, and by code that resumes from a checkpoint.
+A checkpoint is a folder `iteration-000040` with a manifest and parts, each written by one rank
+(`resihp.executor.state.checkpoint`). Writing the manifest commits the checkpoint; a folder without a manifest is
+incomplete. Called by the supervisor, to which ranks report their parts, and by code that resumes from a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from resihp.plain_files import open_plain
 
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 64 << 20
-"""Largest manifest that is read; each part takes a few hundred bytes in it."""
+"""Size limit of a manifest; each part adds a few hundred bytes."""
 FORMAT_VERSION = 1
 _FOLDER = re.compile(r"iteration-(\d{6,})")
 
@@ -34,16 +34,16 @@ def folder_of(root: Path, iteration: int) -> Path:
 
 
 def is_due(interval: int, iteration: int, last: int) -> bool:
-    """Return whether a checkpoint is written after this iteration.
+    """Return whether a checkpoint is due after this iteration.
 
-    With an `interval` above 0, one is written after every multiple of it and after the last iteration, which holds the
-    trained model. With 0, none is written.
+    With an `interval` above 0, a checkpoint is due after each multiple of the interval, and after the `last` iteration,
+    which produces the trained model. With 0, no checkpoint is due.
     """
     return interval > 0 and (iteration % interval == 0 or iteration == last)
 
 
 def iteration_of(folder: Path) -> int:
-    """Return 40 for `.../iteration-000040`. Raises CheckpointError for a folder with any other kind of name."""
+    """Return 40 for `.../iteration-000040`. Raises CheckpointError for any other kind of name."""
     match = _FOLDER.fullmatch(folder.name)
     if match is None:
         raise CheckpointError(f"checkpoint {folder}: not named like iteration-000040")
@@ -60,11 +60,12 @@ def write_manifest(
     layout: str = "",
     seconds: float | None = None,
 ) -> None:
-    """Commit a checkpoint whose parts, (file, bytes) each, are all on disk; then prune older ones down to `keep`.
+    """Commit a checkpoint after all its parts, (file, bytes) each, are on disk; then delete older checkpoints except
+    `keep`.
 
-    `layout`, under which it was written, and `seconds`, the time that took, are shown in lists of checkpoints.
+    `layout` of the writing ranks and `seconds` of writing are shown in lists of checkpoints.
 
-    Raises CheckpointError, leaving the folder uncommitted, if a part is missing or has another size.
+    Raises CheckpointError and does not commit if a part is missing or has another size.
     """
     for file, size in parts:
         path = folder / file
@@ -85,7 +86,8 @@ def write_manifest(
 def read_manifest(folder: Path) -> tuple[int, str, tuple[str, ...]]:
     """Return (iteration, fingerprint, part files) of a committed checkpoint.
 
-    Raises CheckpointError when it is incomplete: no readable manifest, or a part that is missing or truncated.
+    Raises CheckpointError if the checkpoint is incomplete: no readable manifest, or a part that is missing or
+    truncated.
     """
     manifest = _manifest(folder)
     return manifest.iteration, manifest.fingerprint, manifest.parts
@@ -93,7 +95,8 @@ def read_manifest(folder: Path) -> tuple[int, str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class _Manifest:
-    """A manifest whose parts all exist. `seconds`: time it took to write them; None if not recorded."""
+    """A manifest, after all its parts were found on disk. `seconds` is the time of writing the checkpoint; None if not
+    recorded."""
 
     iteration: int
     fingerprint: str
@@ -103,7 +106,7 @@ class _Manifest:
 
 
 def _manifest(folder: Path) -> _Manifest:
-    """Read and check a manifest. Raises CheckpointError as `read_manifest` does."""
+    """Read and check a manifest. Raises CheckpointError in the same cases as `read_manifest`."""
     try:
         content = _content(folder)
         if content["format"] != FORMAT_VERSION:
@@ -132,8 +135,8 @@ def _manifest(folder: Path) -> _Manifest:
 def _content(folder: Path) -> dict[str, Any]:
     """Return the JSON object in a manifest file, which may be malformed.
 
-    Raises OSError if it is not a regular file, ValueError if it is too large, and ValueError, TypeError or
-    RecursionError if it is not a JSON object.
+    Raises OSError if the path is not a regular file, ValueError if the file is too large, and ValueError, TypeError or
+    RecursionError if it does not contain a JSON object.
     """
     with os.fdopen(open_plain(folder / MANIFEST_NAME, follow=True), "rb") as file:
         content = file.read(MAX_MANIFEST_BYTES + 1)
@@ -146,10 +149,10 @@ def _content(folder: Path) -> dict[str, Any]:
 
 
 def newest_complete(root: Path, *, verify: bool = True) -> Path | None:
-    """Return the newest checkpoint folder that can be resumed from, or None. Incomplete and damaged ones are skipped.
+    """Return the newest complete checkpoint folder, or None. Incomplete and damaged checkpoints are skipped.
 
-    With `verify`, every part is read at disk speed and its checksums are compared (torch's files are zip archives with
-    one checksum per tensor). Without it, only the sizes of parts are compared.
+    With `verify`, every part is read, at disk speed, and its checksums are checked (torch's files are zip archives with
+    one checksum per tensor). Without it, only the sizes of parts are checked.
     """
     for folder in _folders(root):
         try:
@@ -163,10 +166,11 @@ def newest_complete(root: Path, *, verify: bool = True) -> Path | None:
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint folder as found on disk. `at`: time of its commit or, if it has none, of its last write, since 1970.
+    """A checkpoint folder on disk. `at` is the time of its commit, or of its last write if not committed, in seconds
+    since 1970.
 
-    `fault`: why it is incomplete, or empty if it is complete. `seconds` and `layout` are unknown for incomplete
-    checkpoints and for those of older versions.
+    `bytes` is the total size of its parts. `fault` is the reason why it is incomplete, empty if it is complete.
+    `layout` and `seconds` are empty and None for incomplete checkpoints and for those of older versions.
     """
 
     folder: Path
@@ -179,7 +183,8 @@ class Stored:
 
 
 def stored(root: Path, *, verify: bool = False) -> list[Stored]:
-    """Return all checkpoint folders, newest first. With `verify`, every part is read, as before a resume."""
+    """Return all checkpoint folders, newest first. With `verify`, every part is read and checked, as before a
+    resume."""
     checkpoints = []
     for folder in _folders(root):
         try:
@@ -204,16 +209,17 @@ def _stored(folder: Path, verify: bool) -> Stored:
 
 
 def prune(root: Path, keep: int) -> None:
-    """Remove complete checkpoints beyond the newest `keep`, and incomplete ones older than the newest complete one.
+    """Delete complete checkpoints except the newest `keep`, and incomplete ones older than the newest complete one.
 
-    A manifest goes first, so that a removal cut short leaves an incomplete folder and not a damaged checkpoint.
+    The manifest is deleted first, so that an interrupted deletion leaves an incomplete folder, not a damaged
+    checkpoint.
     """
     complete: list[Path] = []
     for folder in _folders(root):
         try:
             read_manifest(folder)
         except CheckpointError:
-            if complete:  # An incomplete folder newer than all complete ones is being written right now.
+            if complete:  # An incomplete folder newer than all complete ones may still be being written.
                 shutil.rmtree(folder, ignore_errors=True)
             continue
         complete.append(folder)
@@ -223,7 +229,7 @@ def prune(root: Path, keep: int) -> None:
 
 
 def _folders(root: Path) -> list[Path]:
-    """Return the checkpoint folders, newest first."""
+    """Return the checkpoint folders below `root`, newest first."""
     if not root.is_dir():
         return []
     folders = [(int(match[1]), path) for path in root.iterdir() if (match := _FOLDER.fullmatch(path.name))]

@@ -1,12 +1,12 @@
 """Turns a forked process into the user's program, which starts and ends exactly as under `python script.py`.
 
-Called in the child by `resihp.worker.forkserver`. The preparations that python makes for a script (its folder first on
-sys.path, then PYTHONPATH, `sys.argv`, `__main__`) are repeated here by hand; the program is neither wrapped nor
-patched.
+Called in the child by `resihp.worker.forkserver`. This module repeats python's own preparations for a script: the
+script's folder first on sys.path, then PYTHONPATH, `sys.argv`, `__main__`. It never wraps or patches the program.
 
-The same holds for the end. Objects in a script's `__main__` live until the interpreter shuts down, when its other
-threads no longer run python. If a process group were freed before that, it would wait for its thread while holding the
-GIL, and that thread would wait for the GIL. So the program runs in a `__main__` of its own that stays in `sys.modules`.
+It also makes the end of the process the same as under python. Objects in a script's `__main__` live until the
+interpreter shuts down, when other threads no longer run python. If a process group were freed earlier, it would wait
+for its thread while holding the GIL, and the thread would wait for the GIL. So the program runs in a `__main__` of its
+own, which stays in `sys.modules`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from typing import Any, Literal
 from resihp.process import AGENT_FD
 
 INTERRUPTED_STATUS = 130
-"""Status of a script that ends with KeyboardInterrupt, as a shell reports it when python ends itself by SIGINT."""
+"""Exit status after KeyboardInterrupt, as reported by a shell when python ends itself by SIGINT."""
 OVERFLOW_STATUS = 255
-"""Status after `sys.exit` with a number that does not fit a C long; python treats it as -1."""
+"""Exit status after `sys.exit` with a number that does not fit a C long, which python treats as -1."""
 
 
 def become(
@@ -40,8 +40,8 @@ def become(
     environment: Mapping[str, str],
     agent_fd: int,
 ) -> int:
-    """Run the program to its end and return its exit status. Does not return for a `command`, which replaces the
-    process."""
+    """Run the program to its end and return its exit status. A `command` replaces the process: the function does not
+    return."""
     threads = os.environ.get("OMP_NUM_THREADS")
     os.environ.clear()
     os.environ.update(environment)
@@ -66,19 +66,19 @@ def become(
         uncaught: BaseException | None = error
     else:
         uncaught = None
-    # The exception is no longer being handled here; otherwise an exception of its hook would be chained to it.
+    # Outside of the `except` block, so that an exception raised by sys.excepthook is not chained to this one.
     return 0 if uncaught is None else _fail(uncaught)
 
 
 def _run_module(name: str) -> None:
-    """Run a module as `python -m` does. Raises ImportError if there is none of that name."""
+    """Run a module as `python -m` does. Raises ImportError if it does not exist."""
     _, spec, code = runpy._get_module_details(name)  # type: ignore[attr-defined]  # as `python -m` itself does
     sys.argv[0] = spec.origin
     exec(code, _make_main(spec).__dict__)
 
 
 def _run_script(path: str) -> None:
-    """Run a file, or the `__main__` of a folder or an archive, as `python PATH` does."""
+    """Run a file as `python PATH` does, or the `__main__` of a folder or an archive."""
     if _is_searched(path):
         _, spec, code = runpy._get_main_module_details()  # type: ignore[attr-defined]  # searches sys.path
         exec(code, _make_main(spec).__dict__)
@@ -93,7 +93,7 @@ def _run_script(path: str) -> None:
 
 
 def _is_searched(path: str) -> bool:
-    """Return whether a path is a folder or an archive, in which python looks for `__main__.py`."""
+    """Return whether a path is a folder or an archive, in which python searches for `__main__.py`."""
     return pkgutil.get_importer(path) is not None
 
 
@@ -124,7 +124,8 @@ def _make_main(spec: ModuleSpec | None) -> ModuleType:
 
 
 def _execute(argv: Sequence[str], agent_fd: int) -> None:
-    """Replace the process by a command. The socket stays open for a script further down that may use its agent."""
+    """Replace the process by a command. The socket stays open, so that a python script started by the command can use
+    it."""
     os.set_inheritable(agent_fd, True)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
@@ -135,8 +136,7 @@ def _execute(argv: Sequence[str], agent_fd: int) -> None:
 
 
 def _first_entry(kind: str, program: str, cwd: str) -> str:
-    """Return sys.path[0]: the script's folder with links resolved, or the script itself if it is a folder or
-    archive."""
+    """Return sys.path[0]: the script's folder with links resolved; for a folder or an archive the path itself."""
     if kind == "module":
         return cwd
     if _is_searched(program):
@@ -149,7 +149,8 @@ def _python_path(value: str, cwd: str) -> list[str]:
 
 
 def _settle(inherited: str | None, wanted: str | None) -> None:
-    """Undo two effects of the fork: the shared random state of numpy and the server's number of threads."""
+    """Undo two effects of the fork: numpy's random state shared by all workers, and the fork server's number of
+    threads."""
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
@@ -159,18 +160,18 @@ def _settle(inherited: str | None, wanted: str | None) -> None:
 
 
 def _status(error: SystemExit) -> int:
-    """Return the exit status that python derives from `sys.exit`; a text is printed, and its status is 1."""
+    """Return the exit status that python derives from `sys.exit`. A text is printed, with status 1."""
     if error.code is None:
         return 0
     if isinstance(error.code, int):
         return error.code & 0xFF if -(1 << 63) <= error.code < 1 << 63 else OVERFLOW_STATUS
-    with suppress(Exception):  # standard error may be closed, or an object of the script's: python ignores errors here
+    with suppress(Exception):  # the script may have closed or replaced standard error: python ignores errors here
         print(error.code, file=sys.stderr or sys.__stderr__, flush=True)
     return 1
 
 
 def _own_frames(frames: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from the program's first frame on, without the frames of this module and runpy."""
+    """Return the traceback from the program's first frame on, without the frames of this module and of runpy."""
     machinery = (__file__, runpy.__file__, "<frozen runpy>")
     while frames is not None and frames.tb_frame.f_code.co_filename in machinery:
         frames = frames.tb_next
@@ -178,15 +179,15 @@ def _own_frames(frames: TracebackType | None) -> TracebackType | None:
 
 
 def _fail(error: BaseException) -> int:
-    """End as python does after an uncaught exception; return the exit status.
+    """End the program as python does after an uncaught exception, and return the exit status.
 
-    The exception is reported to the supervisor first, since a hook of the script's may end the process.
+    The exception is reported to the supervisor first, since the script's own hook may end the process.
     """
     trace = error.__traceback__ = _own_frames(error.__traceback__)
     _report(error)
-    with suppress(Exception):  # standard output may be full, closed, or an object of the script's
+    with suppress(Exception):  # standard output may be full, closed, or replaced by the script
         sys.stdout.flush()
-    # These keep the objects in the exception's frames alive until the interpreter shuts down, like those of `__main__`.
+    # These variables keep objects in the exception's frames alive until the interpreter shuts down, as python does.
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     try:
         sys.excepthook(type(error), error, trace)
@@ -203,7 +204,7 @@ def _fail(error: BaseException) -> int:
 
 
 def _report(error: BaseException) -> None:
-    """Report an exception to the supervisor, even if the program never used resihp."""
+    """Report an exception to the supervisor, even if the program has never used resihp."""
     from resihp.protocol import client
 
     try:

@@ -1,14 +1,15 @@
-"""The fork server: imports what training needs once, then forks a worker for each request.
+"""The fork server: imports the libraries for training once, then forks a worker on each request.
 
-Started by the interpreter that the user named, once per node: `python -P -m resihp.worker.forkserver --fd N --parent
-PID`. The agent (`wrapper.agent.process`) sends it requests through an inherited socket; each request carries the
-socket of the new worker. It decides nothing. It dies with the agent, and its children with it; in a container it does
-not know its parent, and ends when the agent closes its end of the socket. It imports neither wrapper, slurm nor db, so
-that a user's modules of these names are found in the worker, and it has no second thread when it forks.
+Each node has one fork server. It is started with the user's interpreter: `python -P -m resihp.worker.forkserver --fd N
+--parent PID`. The agent (`wrapper.agent.process`) sends requests through an inherited socket; each request carries the
+socket of the new worker. The fork server decides nothing. It dies with the agent, and its children die with it. In a
+container it does not know its parent, and ends when the agent closes its end of the socket. It never imports wrapper,
+slurm or db, so that a worker finds the user's modules with these names. It has only one thread when it forks.
 
 Virtual nodes of one machine share the imports (`--shared`, started by `wrapper.supervisor.guardian`): the first process
-forks a server for each node that it is given (`Serve`). Such a server and its workers belong to the process group of
-their agent. It ends when the agent closes its end of the socket, and may outlive the process that forked it.
+forks a fork server for each node on request (`Serve`). The forked servers and their workers belong to the process
+groups of their agents. A forked server ends when its agent closes its end of the socket, and may outlive the process
+that forked it.
 """
 
 from __future__ import annotations
@@ -45,23 +46,24 @@ from resihp.worker.leaving import will_leave_with
 
 PRELOADED_MODULES = "torch,resihp.executor.trainer,resihp.datasets"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Environment of the fork server. With more threads, libraries would start theirs on import, and a fork loses them."""
+"""Environment of the fork server. With more threads, libraries would start threads on import, which a fork would
+lose."""
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that Slurm sends to every process of a job that is to stop: fork server and workers end on the agent's
-order."""
+"""Signals that Slurm sends to every process of a job that must stop. The fork server ignores them and ends when its
+agent does."""
 
 
 REAP_S = 2.0
-"""Time to wait for the ends of killed children."""
+"""Seconds to wait until killed children have ended."""
 
 
 class Serve(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Fork the server of one virtual node; the frame carries the socket to the node's agent.
+    """Request to fork the fork server of one virtual node; the frame carries the socket to the node's agent.
 
-    `group`: the agent's process group, which the server joins; 0 creates a new group.
-    `job` and `node` are names to show in lists of processes.
+    `group` is the agent's process group, which the server joins; 0 creates a new group. `job` and `node` are names for
+    process lists.
     """
 
     group: int
@@ -71,11 +73,11 @@ class Serve(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Start one worker; the frame carries the socket to its agent.
+    """Request to start one worker; the frame carries the socket to the worker's agent.
 
-    `kind`: a Python script (`argv[0]` is its path), a module (`argv[0]` is its name), or any other command.
-    `environment` is complete. Standard output and error are appended to `log`. `job` is a name to show in lists of
-    processes.
+    `kind` is a Python script (`argv[0]` is its path), a module (`argv[0]` is its name), or any other command.
+    `environment` is complete, except for the server's `--own` variables. Standard output and error are appended to
+    `log`. `job` is a name for process lists.
     """
 
     rank: int
@@ -88,8 +90,8 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Deliver(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Send a signal to a child that has not ended. A process id that was reused by another process is never
-    signalled."""
+    """Request to send a signal to a child that has not ended. Never signals another process that reuses the process
+    id."""
 
     pid: int
     signal: int
@@ -100,7 +102,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Unable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The fork server cannot work, and exits."""
+    """Report that the fork server cannot work, and exits."""
 
     reason: str
 
@@ -116,7 +118,7 @@ class NotForked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A worker ended; `status` as in subprocess: negative for a signal."""
+    """Report that a worker has ended. `status` is as in subprocess: negative for a signal."""
 
     rank: int
     pid: int
@@ -128,10 +130,10 @@ Report = Ready | Unable | Forked | NotForked | Ended
 
 
 class ForkServer:
-    """Receives requests and reports the ends of children, in one loop and one thread."""
+    """Receives requests and reports ended children, in one loop and one thread."""
 
     def __init__(self, channel: LocalChannel, own: Mapping[str, str] | None = None) -> None:
-        """`own`: environment variables that workers get from here unless a request sets them."""
+        """`own` has environment variables that workers inherit unless a request sets them."""
         self._channel = channel
         self._own = own or {}
         self._ranks: dict[int, int] = {}
@@ -141,7 +143,7 @@ class ForkServer:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def run(self) -> None:
-        """Serve until the agent is gone. The child of a fork also leaves through here, by `SystemExit`."""
+        """Serve until the agent closes the socket. A forked child also leaves this method, by `SystemExit`."""
         poll = select.poll()
         poll.register(self._channel.fileno(), select.POLLIN)
         poll.register(self._wake, select.POLLIN)
@@ -161,7 +163,8 @@ class ForkServer:
                     os.kill(request.pid, request.signal)
 
     def _reap(self) -> None:
-        """Report workers that have ended. Their orphans become children of this process and are reaped silently."""
+        """Report workers that have ended. Orphans of workers become children of this process and are reaped without a
+        report."""
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, status = ended
@@ -193,7 +196,7 @@ class ForkServer:
             os.close(agent_fd)
 
     def _become_worker(self, request: Fork, agent_fd: int, log: int) -> NoReturn:
-        """Run the worker, in the child. Nothing in here may return into the server's loop."""
+        """Run the worker, in the child. No code in this method may return to the server's loop."""
         try:
             die_with_parent(self._pid)
             name_process(request.job, f"rank {request.rank}")
@@ -221,7 +224,7 @@ class ForkServer:
 
 
 def preload(modules: str) -> None:
-    """Import the comma-separated modules, and exempt their objects from garbage collection."""
+    """Import the modules in a comma-separated list, and exempt their objects from garbage collection."""
     for name in filter(None, modules.split(",")):
         importlib.import_module(name)
     gc.collect()
@@ -229,7 +232,7 @@ def preload(modules: str) -> None:
 
 
 def serve(channel: LocalChannel, greeting: Ready | Unable, own: Mapping[str, str] | None = None) -> NoReturn:
-    """Run a node's fork server until it ends. A worker leaves through here, by `SystemExit`."""
+    """Run a node's fork server until it ends. A forked worker leaves this function by `SystemExit`."""
     adopt_orphans()
     channel.send(greeting)
     if isinstance(greeting, Unable):
@@ -243,9 +246,9 @@ def serve(channel: LocalChannel, greeting: Ready | Unable, own: Mapping[str, str
 
 
 def serve_nodes(launcher: LocalChannel, greeting: Ready | Unable) -> NoReturn:
-    """Fork a server for each node that the launcher sends; end when the launcher and all these servers have ended.
+    """Fork a fork server for each node that the launcher sends. End when the launcher and all these servers have ended.
 
-    Servers and workers leave through here, too.
+    Forked servers and workers also leave this function.
     """
     adopt_orphans()
     servers: set[int] = set()
@@ -268,7 +271,7 @@ def serve_nodes(launcher: LocalChannel, greeting: Ready | Unable) -> NoReturn:
 
 
 def serve_node(order: Serve, descriptor: int, greeting: Ready | Unable) -> NoReturn:
-    """Join the agent's process group, unless the agent has ended, and become its fork server."""
+    """Join the agent's process group, unless the agent has ended, and become the agent's fork server."""
     name_server(order.job, order.node)
     try:
         os.setpgid(0, order.group)
@@ -283,7 +286,7 @@ def serve_node(order: Serve, descriptor: int, greeting: Ready | Unable) -> NoRet
 
 
 def name_server(job: str, node: str) -> None:
-    """Show this process in `ps` as `resihp job 6 fork server n1`; the process that forks the servers has no node."""
+    """Show this process in `ps` as `resihp job 6 fork server n1`. The process that forks fork servers has no node."""
     if job:
         name_process(job, f"fork server {node}".rstrip())
 

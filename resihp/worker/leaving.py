@@ -1,12 +1,12 @@
-"""Process exit while threads may still be inside a library.
+"""Ends a process cleanly while threads may still be inside a library.
 
-While the interpreter shuts down, Python ends any thread that returns from C++, and torch's calls cannot be ended that
-way: the whole process aborts (SIGABRT, "terminate called without an active exception"), although its work was done. A
-communicator takes time to close, more so on a busy machine, so ranks that had finished would be reported as failed.
+While the interpreter shuts down, Python ends any thread that returns from C++. Calls of torch cannot be ended like
+this: the whole process aborts (SIGABRT, "terminate called without an active exception"), although its work was done.
+Closing a communicator takes time, on a busy machine even more, so finished ranks would be reported as failed.
 
-Threads of ours that call torch are therefore started here, and the process waits for them before it exits. A worker of
-the fork server, whose status is known, does not shut the interpreter down while such a thread is stuck: it exits
-without the interpreter's last steps.
+So resihp starts threads that call torch through this module, and the process waits for them before it exits. A worker
+of the fork server, which has recorded its exit status, exits without the interpreter's last steps if such a thread is
+stuck. Decides nothing else. Used by the executor and the fork server.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from contextlib import suppress
 from typing import Any
 
 EXIT_WAIT_S = 5.0
-"""Time that the end of a process waits for these threads, all together."""
+"""Seconds for which an exiting process waits for all these threads together."""
 
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _guard = threading.Lock()
@@ -31,7 +31,7 @@ _status: int | None = None
 
 
 def begin_thread(target: Callable[..., None], *args: Any, name: str) -> threading.Thread:
-    """Start a thread that may spend a long time inside torch. It delays a process's end by at most `EXIT_WAIT_S`."""
+    """Start a thread that may spend a long time inside torch. It delays the process's exit by at most `EXIT_WAIT_S`."""
     thread = threading.Thread(target=target, args=args, name=name, daemon=True)
     with _guard:
         _started.add(thread)
@@ -40,7 +40,7 @@ def begin_thread(target: Callable[..., None], *args: Any, name: str) -> threadin
 
 
 def will_leave_with(status: int) -> None:
-    """Record the status that this process reports to its parent; the caller raises SystemExit next."""
+    """Record the exit status of this process; the caller raises SystemExit next."""
     global _status
     _status = status
 
@@ -58,7 +58,7 @@ def _leave() -> None:
 
 
 def _flush_files() -> None:
-    """Flush all open files, including those that the script has left open."""
+    """Flush all open files, including those that the script has not closed."""
     for candidate in gc.get_objects():
         if issubclass(type(candidate), io.TextIOWrapper | io.BufferedWriter):
             with suppress(OSError, ValueError):
@@ -66,4 +66,4 @@ def _flush_files() -> None:
 
 
 atexit.register(_leave)
-"""In a fork server's workers this runs last of all handlers: no module that registers one was imported earlier."""
+"""In workers of a fork server this handler runs last, since no module imported before registers one."""

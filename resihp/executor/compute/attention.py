@@ -1,6 +1,7 @@
-"""Attention over packed documents: each token attends only to the past of its own document.
+"""Attention over packed documents: each token attends only to earlier tokens of its own document, and to itself.
 
-Replaces `core_attention` in megatron-core's layers, whose local implementation refuses packed input.
+Replaces `core_attention` in megatron-core's layers, because megatron's local implementation refuses packed input. Used
+by `stage`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CPU_DEVICE = torch.device("cpu")
 
 @dataclass(kw_only=True)
 class Packing(PackedSeqParams):
-    """The documents of a packed micro-batch. Passed through the layers as megatron's `packed_seq_params`.
+    """Describes the documents of a packed micro-batch. Passed through the layers as megatron's `packed_seq_params`.
 
     `qkv_format` stays "sbhd": activations keep the shape [N, 1, H], and positions already restart with each document.
     """
@@ -34,13 +35,14 @@ class Packing(PackedSeqParams):
     positions: Tensor
     """Position of each token within its document, int64 [N]."""
     bounds: Tensor
-    """Starts of the documents, and the end of the last one, int32 [documents + 1]."""
+    """Starts of all documents and the end of the last document, int32 [documents + 1]."""
     rotation: Tensor | None
-    """Angles of each token, [N, 1, 1, head width]; None for learned positions."""
+    """Rotary angles of each token, [N, 1, 1, head width]; None for learned positions."""
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], device: torch.device = CPU_DEVICE, angles: Tensor | None = None) -> Packing:
-        """Describe documents of these `lengths`; `angles`, by position, are on the device, which is not waited for."""
+        """Return the packing of documents with these `lengths`. `angles`, by position, are on the device. Does not wait
+        for the device."""
         positions = staged(torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])), device)
         bounds = staged(torch.from_numpy(np.cumsum((0, *lengths), dtype=np.int32)), device)
         return cls(
@@ -55,10 +57,10 @@ class Packing(PackedSeqParams):
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention inside each document; its cost grows with the sum of squared lengths.
+    """Causal attention within each document. Its cost grows with the sum of squared lengths.
 
-    In a layer with a window, set by `window_size` (w, 0) in the configuration, a token sees itself and the w tokens
-    before it.
+    If a layer has a window, set by `window_size` (w, 0) in the configuration, a token attends to itself and the w
+    tokens before it.
     """
 
     def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
@@ -66,7 +68,7 @@ class PackedAttention(torch.nn.Module):
         self.softmax_scale = softmax_scale
         narrow = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = int(config.window_size[0]) if narrow else -1
-        """Number of tokens before its own that a token sees; -1 for all."""
+        """Number of earlier tokens that a token attends to; -1 for all."""
 
     def forward(
         self,
@@ -78,7 +80,8 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: Packing,
         **_: Any,
     ) -> Tensor:
-        """Attend: [N, 1, heads, width] and twice [N, 1, groups, width] -> [N, 1, heads * width]."""
+        """Compute attention: query [N, 1, heads, width], key and value [N, 1, groups, width] -> [N, 1, heads *
+        width]."""
         if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
             return self._varlen(query, key, value, packed_seq_params)
         lengths = list(packed_seq_params.lengths)
@@ -93,7 +96,8 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(attended, dim=2).permute(2, 0, 1, 3).flatten(2)
 
     def _seen(self, query: Tensor) -> dict[str, Any]:
-        """Return arguments of torch's attention that select the visible tokens of a document [..., length, width]."""
+        """Return the arguments of torch's attention that select the tokens a token of [..., length, width] attends
+        to."""
         length = query.shape[-2]
         if self.window < 0 or length <= self.window + 1:
             return {"is_causal": True}
@@ -101,8 +105,8 @@ class PackedAttention(torch.nn.Module):
         return {"attn_mask": past.triu(-self.window)}
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
-        """Use one kernel for all documents, [N, heads, width] in half precision. Written from torch's documentation;
-        not run, for lack of a GPU."""
+        """Compute all documents, [N, heads, width] in half precision, by one kernel. Written from torch's
+        documentation; not run, for lack of a GPU."""
         from torch.nn.attention.varlen import varlen_attn
 
         query, key, value, options = causal_options(
@@ -117,20 +121,21 @@ class PackedAttention(torch.nn.Module):
 def causal_options(
     varlen_attn: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int = -1
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """Return the tensors and options with which this torch's `varlen_attn` computes causal attention with that scale,
-    where a token sees itself and at most `window` tokens before it; -1: all before it.
+    """Return the tensors and options for causal attention by the `varlen_attn` of this version of torch.
 
-    torch 2.10 has `is_causal`, a fixed scale, and as many groups as heads; 2.11 has `window_size` and `scale`; 2.12
-    has `enable_gqa`, too. Missing options are made up for by changing the tensors [N, heads, width].
+    `scale` is the factor of the scores, None for the default. A token attends to itself and at most `window` earlier
+    tokens; -1 means all. torch 2.10 has `is_causal`, a fixed scale, and as many groups as heads; 2.11 has `window_size`
+    and `scale`; 2.12 has `enable_gqa` as well. Where an option is missing, the tensors [N, heads, width] are changed
+    instead.
 
-    2.11 is given fewer groups than heads unchanged: its wrapper does not check the number of heads, and passes the
-    tensors to `_flash_attention_forward` and `_backward`, whose `num_heads_k` may differ from `num_heads`
+    With 2.11, fewer groups than heads need no change: its wrapper does not check the number of heads, and passes the
+    tensors to `_flash_attention_forward` and `_backward`, which allow `num_heads_k` to differ from `num_heads`
     (flash_api.h). 2.12 does the same; there `enable_gqa` merely permits it. Read in torch's sources; not run on a GPU.
     """
     parameters = inspect.signature(varlen_attn).parameters
     if window >= 0 and "window_size" not in parameters:
         raise ModelError(f"transformer config: window_size on GPUs needs torch 2.11; this is {torch.__version__}")
-    # `window` tokens before, none after
+    # `window` earlier tokens, no later ones
     options: dict[str, Any] = {"window_size": (window, 0)} if "window_size" in parameters else {"is_causal": True}
     if "scale" in parameters:
         options["scale"] = scale

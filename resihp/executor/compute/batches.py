@@ -1,4 +1,7 @@
-"""The checked global batches of a data set, and the fingerprint that identifies a training run."""
+"""Reads and checks the global batches of a data set, and computes the fingerprint of a training job.
+
+Never changes a batch. Called by `resihp.executor.engine`.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,11 @@ from resihp.parallelism.workload import Dataset, MicroBatch, ramp_of, samples_di
 
 
 class Batches:
-    """Global batches of a data set whose longest document has `sequence` tokens. Raises DatasetError if it is empty.
+    """The global batches of a data set. No document may have more than `sequence` tokens. Raises DatasetError if it is
+    empty.
 
-    For an evaluation data set, `validates` is the training data set; both must have the same number of micro-batches.
+    For an evaluation data set, `validates` has the batches of the training data set. Both data sets must have the same
+    number of micro-batches.
     """
 
     def __init__(self, dataset: Dataset, sequence: int, validates: Batches | None = None) -> None:
@@ -43,11 +48,12 @@ class Batches:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest micro-batch of the first iteration, by which memory is estimated."""
+        """Number of tokens in the longest micro-batch of the first iteration, used to estimate memory."""
         return max(micro_batch.tokens for micro_batch in self.first)
 
     def of(self, iteration: int) -> Sequence[MicroBatch]:
-        """Return an iteration's batch, read once per iteration. Raises DatasetError for an invalid micro-batch."""
+        """Return the global batch of an iteration; the latest one is cached. Raises DatasetError for an invalid
+        micro-batch."""
         if self._last[0] != iteration:
             self._last = iteration, self._checked(iteration, self._dataset.micro_batches(iteration))
         return self._last[1]
@@ -87,9 +93,9 @@ def fingerprint(
 ) -> str:
     """Return a digest of all settings that must be equal on all ranks of a job.
 
-    It includes the versions of libraries, the back end and the kind of device: a node that has lost its GPUs would wait
-    with gloo for peers that use NCCL. `evaluation`: its interval in iterations, its number of global batches, and the
-    first of them.
+    The digest includes the versions of libraries, the back end and the kind of device: a node that has lost its GPUs
+    would wait with gloo for peers that use NCCL. `evaluation` is the interval in iterations, the number of global
+    batches, and the first global batch.
     """
     content = {
         "model": msgspec.to_builtins(model),

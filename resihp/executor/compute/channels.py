@@ -1,7 +1,7 @@
-"""One communicator, and the work in progress on it. No wait continues after its rank is woken.
+"""One communicator, and its work in progress. No wait continues after the rank is woken.
 
-`SingleFile` is the strict mode of tests: the strictest form of NCCL's rules, on gloo. Used by `communicators`, which
-creates channels, and by all code that communicates.
+`SingleFile` is the strict mode for tests: it imposes the strictest form of NCCL's rules on gloo. Created by
+`communicators`, used by all code that communicates; decides nothing.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from resihp.executor.backends import BackEnd, Gloo
 from resihp.executor.tensor_group import Backend, dist, guarded
 
 Wire = Callable[[], float]
-"""Returns the present seconds of a transfer over an emulated link, once both of its ends have begun it."""
+"""Returns the present duration in seconds of a transfer over an emulated link, from the time when both ends have begun
+it."""
 
 _POLL_INTERVAL = timedelta(seconds=0.1)
 _TIMED_OUT = "Operation timed out"
 
 
 class PendingWork:
-    """A collective or a pipeline transfer under way.
+    """A collective or a pipeline transfer in progress.
 
-    `work` is the back end's. It is None if later work is already ordered behind it (NCCL's synchronous calls). `timed`:
-    whether its wait may be given a timeout (`BackEnd.timed_waits`).
+    `work` is the back end's own object. It is None if later work is already ordered behind it (NCCL's synchronous
+    calls). `timed` means that a wait may be given a timeout (`BackEnd.timed_waits`).
     """
 
     def __init__(self, work: Any, woken: Callable[[], bool], *, timed: bool = True) -> None:
@@ -46,12 +47,13 @@ class PendingWork:
         self._finish = finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the work. Raises CommunicatorError once the rank has been woken, RuntimeError for back end errors.
+        """Wait for the work. Raises CommunicatorError if the rank has been woken, RuntimeError for errors of the back
+        end.
 
-        Shutting down gloo's sockets wakes its waiting threads at once, with one exception: gloo
-        (transport/tcp/pair.cc, signalException) forgets a thread that is in the middle of a message. So a wait checks
-        periodically whether the rank was woken. NCCL's wait orders streams and does not block, with or without
-        `timeout`, and after an abort it returns as usual; so this method checks at its end as well.
+        Shutting down gloo's sockets wakes the threads that wait in them, except one in the middle of a message, which
+        gloo forgets (transport/tcp/pair.cc, signalException). So a wait checks periodically whether the rank was woken.
+        NCCL's wait orders streams and does not block, with or without `timeout`, and returns normally after an abort.
+        So this method also checks at the end whether the rank was woken.
         """
         if self._work is None:
             done = True
@@ -82,10 +84,10 @@ class PendingWork:
 
 
 class SingleFile:
-    """The strictest form of NCCL's rules, for tests: one thread carries out one communication after the other.
+    """The strictest form of NCCL's rules, for tests: one thread carries out all communication of a rank, in order.
 
-    gloo runs communicators concurrently and so tolerates orders that deadlock elsewhere. Here everything that a rank
-    begins waits until all that it began before is done, on both ends. Enabled by RESIHP_STRICT_ORDER=1.
+    gloo runs communicators concurrently and so tolerates orders that deadlock elsewhere. Here, each communication waits
+    until all earlier ones of the rank are done at both ends. Enabled by RESIHP_STRICT_ORDER=1.
     """
 
     def __init__(self) -> None:
@@ -108,7 +110,7 @@ class SingleFile:
 
 
 class _Deferred:
-    """Stand-in for a back end's work that has not begun yet."""
+    """Replaces the work object of a back end until the communication begins."""
 
     def __init__(
         self, operation: Callable[[], Any], woken: Callable[[], bool], wire: Wire | None, *, timed: bool
@@ -138,10 +140,11 @@ class _Deferred:
 
 
 class Channel:
-    """One communicator. All its operations are collectives in the back end's own thread, and may outlive their waits.
+    """One communicator. All its operations are collectives in the back end's own thread; they may continue after a wait
+    ends.
 
-    With `strict`, the rank begins nothing before all that it began earlier is done, on any communicator. Over an
-    emulated `wire`, nothing begins on this communicator before earlier work on it is done.
+    With `strict`, no operation begins before all earlier operations of the rank are done, on any communicator. With an
+    emulated `wire`, no operation begins before all earlier operations on this communicator are done.
     """
 
     def __init__(
@@ -153,7 +156,8 @@ class Channel:
         store: Any = None,
         kind: type[BackEnd] = Gloo,
     ) -> None:
-        """`store`: the back end's store, kept alive while the back end may use it. `kind`: class of the back end."""
+        """`store` is the back end's store, referenced as long as the back end may use it. `kind` is the class of the
+        back end."""
         self._kind = kind
         self.store = store
         self._backend: Backend | None = backend
@@ -164,18 +168,19 @@ class Channel:
 
     @property
     def backend(self) -> Backend:
-        """The open back end. Raises CommunicatorError once the channel is closed."""
+        """The open back end. Raises CommunicatorError after the channel is closed."""
         if self._backend is None:
             raise CommunicatorError("this communicator is closed")
         return self._backend
 
     @property
     def backend_if_open(self) -> Backend | None:
-        """The back end; None once the channel is closed."""
+        """The back end; None after the channel is closed."""
         return self._backend
 
     def detach(self) -> Backend | None:
-        """Close the channel and return its back end, to be destroyed where a blocking destructor does no harm.
+        """Close the channel and return its back end, so that the caller can destroy it where a blocking destructor does
+        no harm.
 
         Remaining references to the channel, such as an interpreter in an exception's traceback, keep nothing alive.
         """
@@ -194,11 +199,11 @@ class Channel:
         return self._begin(lambda: self.backend.allreduce(tensors, *options))
 
     def all_gather(self, output: Tensor, part: Tensor) -> PendingWork:
-        """Gather every rank's `part` into `output`, in the order of ranks; both contiguous."""
+        """Gather `part` of every rank into `output`, in the order of ranks. Both must be contiguous."""
         return self._begin(lambda: self.backend._allgather_base(output, part))
 
     def reduce_scatter(self, output: Tensor, whole: Tensor) -> PendingWork:
-        """Sum all ranks' `whole`; rank r gets the r-th equal part in `output`. Both contiguous.
+        """Sum `whole` over all ranks, and give rank r the r-th equal part in `output`. Both must be contiguous.
 
         gloo's own implementation (torch 2.13) also sums everything, but its wait cannot check whether the rank was
         woken, so it is not used.
@@ -212,7 +217,7 @@ class Channel:
         return transfer
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> PendingWork:
-        """Send from the rank with index `root` to the others. Used between two ranks, too: gloo forgets interrupted
+        """Send from the rank with index `root` to the others. Also used between two ranks, since gloo loses interrupted
         sends."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
@@ -225,7 +230,7 @@ class Channel:
 
 
 def gathered(value: Any, world: Channel, device: torch.device) -> list[Any]:
-    """Return the value of every rank of `world`, in the order of its ranks. msgpack must be able to encode it."""
+    """Return the values of all ranks of `world`, in the order of ranks. msgpack must be able to encode them."""
     encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8).to(device)
     with guarded("gather"):
         sizes = torch.empty(world.size(), dtype=torch.int64, device=device)

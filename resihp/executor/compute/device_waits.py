@@ -1,19 +1,19 @@
-"""Tells from a rank's device whether the rank waits for its peers; the answer is part of the rank's beats.
+"""Determines from a rank's device whether the rank waits for its peers. Heartbeats report the answer.
 
-Around each wait for peers two marks are placed in the device's queue of work. A device that has reached the first mark
-and not the second is waiting for peers. One that has not reached the first is busy with its own work; one that has
-reached all has nothing to do, since its host is stuck. The latter two keep other ranks waiting
+Around each wait for peers, two marks are placed in the device's queue of work. A device between the first and the
+second mark waits for peers. A device before the first mark is busy with its own work: it delays its peers. A device
+after all marks has nothing to do, since its host is stuck: it delays its peers as well
 (`controller.fail_stop.liveness`).
 
-On a GPU the host itself cannot tell: `wait` returns at once, and the host blocks wherever it next needs a number
-(`float()`, `tolist()`, a copy from ordinary memory), on its own endless kernel in the same way as on a missing peer.
-There, marks are events, two for each wait; written from CUDA's and torch's documentation, not yet run on a GPU, and
-their cost is not measured. On a CPU all marked work has already happened. Fed by the trainer, queried by the thread
-that beats.
+On a GPU, the host cannot know this: `wait` returns at once, and the host blocks where it next needs a number
+(`float()`, `tolist()`, a copy from ordinary memory), for its own endless kernel in the same way as for a missing peer.
+So marks on a GPU are events, two for each wait. This is written from the documentation of CUDA and torch and not yet
+run on a GPU; its cost is not measured. On a CPU, all marked work has already been done. The trainer places marks; the
+thread that sends heartbeats reads them.
 
-A stuck driver answers no query. That must block neither the beats nor any other thread of the process: the query runs
-without the interpreter lock, in a thread that can be abandoned (`DeviceWatch`), and beats report for how long the
-device has not answered.
+A stuck driver answers no query, which must not block heartbeats or any other thread. So the query runs without the
+interpreter lock, in a thread that can be abandoned (`DeviceWatch`), and heartbeats report for how long the device has
+not answered. This module never decides whether a rank is stuck.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch
 from resihp.worker.leaving import begin_thread
 
 ANSWER_TIMEOUT_S = 0.5
-"""Time that a beat waits for the answer of a device that answered the previous query."""
+"""Seconds for which a heartbeat waits for the device's answer, if the device answered the previous query."""
 _DRIVER = "libcuda.so.1"
 _NOT_READY = 600
 """CUDA_ERROR_NOT_READY of cuda.h."""
@@ -57,11 +57,12 @@ def _driver() -> ctypes.CDLL:
 
 
 class _Event:
-    """A CUDA event. torch's own `query` holds the interpreter lock for as long as the driver takes (2.13,
-    torch/csrc/cuda/Event.cpp); ctypes releases it. Unlike the runtime's query, the driver's leaves no "not ready" error
-    behind that torch would attribute to the next kernel.
+    """A CUDA event that is queried without the interpreter lock.
 
-    The querying thread has never used the device, so it is given the context of the thread that recorded the event.
+    torch's own `query` holds the lock for as long as the driver takes (2.13, torch/csrc/cuda/Event.cpp); ctypes
+    releases it. The driver's query, unlike the runtime's, leaves no "not ready" error behind that torch would attribute
+    to the next kernel. The querying thread has never used the device, so it gets the context of the thread that
+    recorded the event.
     """
 
     def __init__(self) -> None:
@@ -80,13 +81,13 @@ class _Event:
 
 
 def _check(code: int) -> None:
-    """Raise RuntimeError for an error of the driver."""
+    """Raise RuntimeError for an error code of the driver."""
     if code:
         raise RuntimeError(f"CUDA error {code} of an event")
 
 
 def mark_on(device: torch.device) -> Mark:
-    """Return a mark behind all work that the device has been given so far."""
+    """Return a mark after all work that has been submitted to the device so far."""
     return _Event() if device.type == "cuda" else _Passed()
 
 
@@ -94,14 +95,14 @@ def mark_on(device: torch.device) -> Mark:
 class _Wait:
     before: Mark
     after: Mark | None = None
-    """None while the host is inside the wait."""
+    """Mark at the end of the wait; None while the host is inside the wait."""
 
 
 class DeviceWaits:
-    """All waits that the device may not have passed yet.
+    """All waits for peers that the device may not have passed yet.
 
-    `begin` and `end` are called by the rank's own thread, alternately; `under_way` by any thread, which a stuck driver
-    can block.
+    The rank's own thread calls `begin` and `end` alternately. Any thread may call `under_way`; a stuck driver can block
+    it.
     """
 
     def __init__(self, mark: Callable[[], Mark]) -> None:
@@ -122,18 +123,18 @@ class DeviceWaits:
             wait.after = self._mark()
 
     def under_way(self) -> bool:
-        """Return whether the device is inside a wait."""
+        """Return whether the device waits for peers now."""
         try:
             for wait in tuple(self._waits):
                 if wait.after is None or not wait.after.query():
                     return wait.before.query()
         except RuntimeError:
-            return False  # a failing device keeps others waiting
+            return False  # a failing device makes its peers wait; it is not waiting itself
         return False
 
 
 class DeviceWatch:
-    """Queries whether a device waits for peers, blocking for at most `ANSWER_TIMEOUT_S`. For use by one thread."""
+    """Queries whether a device waits for peers, blocking for at most `ANSWER_TIMEOUT_S`. Only one thread may use it."""
 
     def __init__(self, under_way: Callable[[], bool], clock: Callable[[], float] = time.monotonic) -> None:
         self._under_way, self._clock = under_way, clock
@@ -142,7 +143,8 @@ class DeviceWatch:
         self._waits = False
 
     def ask(self) -> tuple[bool, float]:
-        """Return whether the device waits for peers and, if it does not answer, for how many seconds it has not."""
+        """Return whether the device waits for peers, and for how many seconds it has not answered; 0 if it has
+        answered."""
         if self._thread is None or not self._thread.is_alive():
             self._asked_at = self._clock()
             self._thread = begin_thread(self._look, name="resihp-device")

@@ -1,8 +1,8 @@
-"""Executes one rank's program for one iteration: chunks of work, transfers between stages, gradient sums.
+"""Executes one rank's program for one iteration: computation of chunks, transfers between stages, gradient sums.
 
-The program determines the order of everything (`resihp.pipeline.program`). The interpreter waits only for the inputs of
-a chunk, and at the end for all outstanding work. All state of an iteration lives in an `Interpreter`, which is dropped
-with it: a failed iteration leaves nothing behind.
+The program determines the order of all work (`resihp.pipeline.program`); the interpreter never changes it. It waits
+only for the inputs of a chunk, and at the end for all outstanding work. All state of an iteration belongs to an
+`Interpreter`, which is discarded afterwards, so a failed iteration leaves nothing behind. Called by the engine.
 """
 
 from __future__ import annotations
@@ -32,25 +32,27 @@ from resihp.parallelism.plan import Primitive
 from resihp.pipeline.program import Compute, Parcel, Program, Reduce, Transmit, edge_of, sums_of
 
 _Key = tuple[Literal["forward", "backward"], int, int]
-"""(direction, micro-batch, boundary), as in a Parcel."""
+"""(direction, micro-batch, boundary), as in `Parcel`."""
 
 
 @dataclass
 class _Arrival:
-    """A parcel on its way to this rank: its transfers fill `part`, which is [low, low + numel) of the whole tensor."""
+    """A parcel on its way to this rank. The transfers fill `part`, the contiguous range of the tensor that this rank
+    receives."""
 
     parcel: Parcel
     transfers: list[PendingWork]
     part: Tensor
     elements: int
-    """Number of elements of the whole tensor."""
+    """Number of elements in the whole tensor."""
 
 
 class Interpreter:
-    """Runs one iteration's program on one rank's state; gradients accumulate in its parameters and are then summed.
+    """Executes the program of one iteration on one rank's state. Gradients accumulate in the parameters and are then
+    reduced.
 
-    An evaluation's programs have forward passes only, and change no state. The differentiated function is the mean loss
-    over the global batch. `pace` emulates a device's speed.
+    Programs of an evaluation contain only forward passes, and change no state. The differentiated function is the mean
+    loss over the tokens of the global batch. `pace` emulates a device's speed.
     """
 
     def __init__(self, iteration: Iteration, state: State, stopwatch: Stopwatch, pace: Pace | None = None) -> None:
@@ -68,34 +70,37 @@ class Interpreter:
             for v, stop in enumerate(path)
             if (stop.replica, stop.stage) == iteration.place
         }
-        """Index of the virtual stage on a micro-batch's path, by (micro-batch, chunk)."""
+        """Index of the virtual stage on the path of a micro-batch, by (micro-batch, chunk)."""
         self._split = {
             (i.primitive.micro_batch, i.primitive.chunk)
             for i in iteration.program
             if isinstance(i, Compute) and i.primitive.kind == "W"
         }
         self._cut: dict[tuple[int, int], list[int]] = {}
-        """First layers of the parts of a backward pass that is split into parts, in the program's order."""
+        """First layers of the parts of each backward pass that is split into parts, in program order."""
         for i in iteration.program:
             if isinstance(i, Compute) and i.layers is not None:
                 self._cut.setdefault((i.primitive.micro_batch, i.primitive.chunk), []).append(i.layers[0])
         self._saved: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
-        """Inputs and output of the pieces of a chunk's graph that are not yet differentiated; one piece if uncut."""
+        """Inputs and output of each piece of a chunk's graph that is not differentiated yet. A graph that is not cut is
+        one piece."""
         self._between: Tensor | None = None
-        """Gradient of the inputs of the previous piece, within a backward pass that is split into parts."""
+        """Gradient of the inputs of the previous piece, during a backward pass that is split into parts; otherwise
+        None."""
         self._produced: dict[_Key, Tensor] = {}
-        """Results for other stages, until their transfer or the next chunk on this same stage takes them."""
+        """Results for other stages, until they are sent, or used by the next chunk if that is on this stage."""
         self._arriving: dict[_Key, _Arrival] = {}
         self._departing: list[tuple[PendingWork, Tensor]] = []
         self._summing: list[tuple[PendingWork, Tensor, list[Tensor]]] = []
         self._entered: set[Phase] = set()
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
-        """Sum of the loss over the tokens of this rank's micro-batches; stays 0 except on the last stage."""
+        """Sum of the loss over the tokens of this rank's micro-batches; 0 except on the last stage."""
         self._work: list[tuple[float, float]] = []
-        """Tokens and sum of squared lengths of each primitive's micro-batch."""
+        """Tokens and sum of squared lengths of the micro-batch of each primitive."""
 
     def run(self) -> None:
-        """Run the program. Raises CommunicatorError when a peer is lost, DatasetError, and errors of the data set."""
+        """Execute the program. Raises CommunicatorError after the loss of a peer, DatasetError, and errors of the data
+        set."""
         with torch.set_grad_enabled(self._it.learns):
             self._run()
 
@@ -116,7 +121,8 @@ class Interpreter:
     # --- chunks of work ---------------------------------------------------------------------------------------
 
     def _compute(self, primitive: Primitive, layers: LayerSpan | None) -> None:
-        """Execute a primitive or its part of `layers`. The parts are measured and reported as one, after the last."""
+        """Execute a primitive, or only the part of it for `layers`. All parts together are measured and reported as one
+        primitive."""
         m, chunk = primitive.micro_batch, primitive.chunk
         first, last = self._state.holding.chunks[chunk]
         low, high = layers or (first, last)
@@ -143,7 +149,8 @@ class Interpreter:
         self._observer.progressed()
 
     def workload(self) -> Floats:
-        """Return (2, primitives): tokens and sum of squared lengths of each one's micro-batch, in program order."""
+        """Return an array of shape (2, primitives): tokens and sum of squared lengths of each micro-batch, in program
+        order."""
         return np.array(self._work, dtype=np.float64).reshape(-1, 2).T
 
     def _forward(self, m: int, chunk: int) -> None:
@@ -163,7 +170,8 @@ class Interpreter:
             self._produced["forward", m, v] = output.detach()
 
     def _backward(self, m: int, chunk: int, *, begins: bool, ends: bool) -> None:
-        """Differentiate one piece of a chunk's graph, or all pieces if this part both `begins` and `ends` the pass."""
+        """Differentiate one piece of a chunk's graph; all pieces if this part both `begins` and `ends` the backward
+        pass."""
         v = self._position[m, chunk]
         if begins:
             self._between = None if self._ends(chunk) else self._take(("backward", m, v))
@@ -183,18 +191,20 @@ class Interpreter:
             self._between = None
 
     def _weights(self, m: int, chunk: int, layers: LayerSpan | None, *, begins: bool) -> None:
-        """Compute weight gradients of a micro-batch, or of its piece of `layers`; pieces count from the first layer."""
+        """Compute the weight gradients of a micro-batch, or of its piece with `layers`. Pieces count from the first
+        layer."""
         if begins:
             self._stopwatch.begin()
         piece = 0 if layers is None else sorted(self._cut[m, chunk]).index(layers[0])
         self._stage.weights.finish((m, chunk, piece))
 
     def _ends(self, chunk: int) -> bool:
-        """Return whether a chunk is the model's last, which ends in the loss."""
+        """Return whether the chunk is the model's last one, which computes the loss."""
         return self._stage.last and chunk == len(self._state.holding.chunks) - 1
 
     def _load(self, m: int, chunk: int) -> tuple[Tensor | None, Tensor | None, tuple[int, ...]]:
-        """Return padded (tokens, labels, lengths) of a micro-batch: tokens for the first chunk, labels for the last."""
+        """Return (tokens, labels, lengths) of a micro-batch, padded. Tokens only for the first chunk, labels only for
+        the last."""
         micro_batch = self._batch[m]
         lengths, size = micro_batch.lengths, micro_batch.tokens
         padding = -size % self._multiple
@@ -218,7 +228,8 @@ class Interpreter:
     # --- between stages ---------------------------------------------------------------------------------------
 
     def _shape(self, m: int) -> tuple[int, ...]:
-        """Return the shape of one rank's activations of a micro-batch, split along the sequence if that is parallel."""
+        """Return the shape of this rank's activations of a micro-batch. Sequence parallelism divides the tokens among
+        ranks."""
         tokens = -(-self._batch[m].tokens // self._multiple) * self._multiple
         return (tokens // self._parts, 1, self._stage.config.hidden_size)
 
@@ -253,8 +264,9 @@ class Interpreter:
             self._arriving[key] = _Arrival(parcel, transfers, part, elements)
 
     def _take(self, key: _Key) -> Tensor:
-        """Return the complete input of a chunk from the previous stage, or its gradient from the next one."""
-        if key in self._produced:  # this same stage is the neighbour
+        """Wait for the input of a chunk from the previous stage, or for its gradient from the next stage, and return it
+        whole."""
+        if key in self._produced:  # the neighbour on the path is this stage as well
             return self._produced.pop(key)
         arrival = self._arriving.pop(key)
         whole = arrival.part
@@ -270,7 +282,8 @@ class Interpreter:
     # --- gradients --------------------------------------------------------------------------------------------
 
     def _reduce(self, index: int) -> None:
-        """Begin to sum a bucket, in place or in a copy: a slice in several buckets must be unreduced in each."""
+        """Start the all-reduce of a bucket, in place or in a copy. A slice in several buckets needs its unreduced value
+        in each."""
         bucket, views = self._it.prepared.buckets[index], list[Tensor]()
         flat = self._state.gradients.stretch(index)
         if flat is None:
@@ -280,10 +293,10 @@ class Interpreter:
         with guarded("gradient reduction"):
             self._summing.append((channel.allreduce([flat]), flat, views))
         if len(self._summing) == 1:
-            self._enter("reduce")  # at the first bucket, while others are still to come
+            self._enter("reduce")  # at the first bucket; others may follow
 
     def _finish(self) -> None:
-        """Wait for all outstanding work, and copy sums back to the gradients where they were copied out."""
+        """Wait for all outstanding work, and copy sums back to the gradients that were copied out."""
         if self._it.learns:
             self._enter("reduce")
         for transfer, flat, views in self._summing:
@@ -305,12 +318,12 @@ class Interpreter:
 
 
 def reports_loss(state: State) -> bool:
-    """Return whether a rank contributes its replica's loss to sums over the model: one rank of the last stage does."""
+    """Return whether this rank reports its replica's loss. One rank of the last stage does."""
     return state.holding.last and state.holding.t == 0
 
 
 def computed_micro_batches(program: Program, state: State) -> list[int]:
-    """Return the micro-batches whose loss a rank computes, migrated ones included."""
+    """Return the micro-batches for which this rank computes the loss, including those that began on another replica."""
     final = len(state.holding.chunks) - 1
     return [
         i.primitive.micro_batch
@@ -321,7 +334,8 @@ def computed_micro_batches(program: Program, state: State) -> list[int]:
 
 @contextmanager
 def timed(state: State, it: Iteration, stopwatch: Stopwatch) -> Iterator[None]:
-    """Bind the stage's own group during an iteration's computation, and measure the waits for its collectives."""
+    """Bind the stage's tensor-parallel group to its communicator for the duration of the block, and measure waits in
+    it."""
     group = state.stage.tp_group
     group.bind(it.communicators.find(it.prepared.tensor_group(*it.place)))
     group.on_start = stopwatch.collective

@@ -1,6 +1,6 @@
-"""One iteration on one rank, as data: the inputs of its computation (`interpreter`) and its end (`step_agreement`).
+"""One iteration on one rank, as data: the inputs of its computation (`interpreter`) and of its end (`step_agreement`).
 
-Created by `resihp.executor.engine`. Decides nothing and holds no tensor.
+Created by `resihp.executor.engine`. Decides nothing and contains no tensor.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from resihp.pipeline.program import Bucket, GroupSpec, Program, tensor_of
 
 
 class Observer(Protocol):
-    """Receives the progress of an iteration, in the rank's own thread."""
+    """Receives the progress of an iteration. Its methods are called in the rank's own thread."""
 
     def enter(self, phase: Phase) -> None: ...
 
     def progressed(self) -> None:
-        """Called when one more primitive, synchronisation or chunk of state is done."""
+        """Called after each primitive, synchronisation or chunk of transferred state."""
 
     def communicating(self, waits: bool) -> None:
         """Called with True before and False after each wait for peers."""
@@ -36,7 +36,7 @@ class Observer(Protocol):
 
 @contextmanager
 def waiting(observer: Observer, activity: str) -> Iterator[None]:
-    """Report a wait for peers. Errors of the back end are raised as CommunicatorError."""
+    """Report a wait for peers to the observer. Errors of the back end are raised as CommunicatorError."""
     observer.communicating(True)
     try:
         with guarded(activity):
@@ -46,7 +46,7 @@ def waiting(observer: Observer, activity: str) -> Iterator[None]:
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """Data derived from a plan; equal on all ranks, except `counted`."""
+    """Everything that one rank needs of a plan, derived from it. All fields except `counted` are equal on all ranks."""
 
     plan: Plan
     paths: dict[int, tuple[Stop, ...]]
@@ -54,21 +54,23 @@ class Prepared(msgspec.Struct, frozen=True):
     programs: dict[int, Program]
     memberships: tuple[GroupSpec, ...]
     counted: tuple[Slice, ...]
-    """Slices that this rank counts in sums over the whole model."""
+    """Slices that this rank contributes to sums over the whole model, so that each slice is counted once."""
     multiple: int
-    """Micro-batches are padded to a multiple of this many tokens, so that sequence parallelism splits them evenly."""
+    """The number of tokens of a micro-batch is padded to a multiple of this number, so that sequence parallelism
+    divides it evenly."""
 
     def tensor_group(self, replica: int, stage: int) -> str:
-        """Return the name of the communicator of a stage's ranks; a single rank has none."""
+        """Return the name of the communicator of a stage's ranks. A stage with one rank has no such communicator."""
         layout = self.plan.layout
         return tensor_of(layout.replicas[replica].stages[stage].ranks, layout.active)
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """Iteration `number` under `prepared.plan` on `rank`, whose place is (replica, stage).
+    """Iteration `number` under `prepared.plan` on `rank`, which has the place (replica, stage).
 
-    `batch` is the global batch; `vocab` bounds its tokens. `observer` is notified of the use of `communicators`.
+    `batch` is the global batch; its tokens are below `vocab`. `observer` receives the progress and the waits on
+    `communicators`.
     """
 
     number: int
@@ -81,7 +83,7 @@ class Iteration:
     observer: Observer
     device: torch.device
     learns: bool = True
-    """Whether gradients are computed. They are not in an evaluation, whose global batches are numbered from 1."""
+    """Whether gradients are computed. False in an evaluation, where `number` counts global batches from 1."""
 
     @property
     def program(self) -> Program:
@@ -90,5 +92,5 @@ class Iteration:
 
     @property
     def active(self) -> tuple[int, ...]:
-        """Ranks with work."""
+        """Ranks with work under the plan."""
         return self.prepared.plan.layout.active

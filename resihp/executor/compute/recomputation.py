@@ -1,8 +1,9 @@
-"""Recomputes activations in the backward pass instead of keeping them, as the configuration says.
+"""Recomputes activations in the backward pass instead of storing them, according to the configuration.
 
-The options mean the same as in megatron-core (`TransformerConfig.recompute_*`), applied to the layers of each chunk,
-but use torch's own checkpoint: megatron's saves CUDA's random state, and nothing here draws random numbers (dropout is
-refused). Collectives inside are repeated on all ranks of a group in the same order, since all build the same graph.
+The options have the same meaning as in megatron-core (`TransformerConfig.recompute_*`), applied to the layers of each
+chunk. They are implemented with torch's checkpoint function. megatron's own function saves CUDA's random state, which
+is not needed, since resihp draws no random numbers in a forward pass (dropout is refused). Collectives in recomputed
+code are repeated in the same order on all ranks of a group, since all ranks build the same graph. Called by `stage`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from torch.utils.checkpoint import checkpoint
 Activation = Callable[[Tensor], Tensor]
 
 RECOMPUTABLE_MODULES = frozenset({"core_attn", "mlp", "layernorm"})
-"""Modules that selective recomputation can name; the rest of megatron's list belongs to experts and MLA."""
+"""Modules that selective recomputation may name. The other modules in megatron's list belong to experts and MLA."""
 
 
 def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` wrapped so that only its inputs are kept of its activations."""
+    """Return `function` wrapped so that only its inputs are stored for the backward pass."""
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
@@ -34,10 +35,10 @@ def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def spans(config: TransformerConfig, layers: int) -> tuple[tuple[int, int, bool], ...]:
-    """Return (start, stop, whether recomputed as a unit) for the runs of layers in a chunk of `layers` layers.
+    """Return (start, stop, whether recomputed as a unit) of each run of layers in a chunk with `layers` layers.
 
-    "uniform" recomputes runs of `recompute_num_layers`, the last one possibly shorter; "block" recomputes the first
-    `recompute_num_layers` layers of the chunk, one by one.
+    "uniform" recomputes runs of `recompute_num_layers` layers; the last run may be shorter. "block" recomputes the
+    first `recompute_num_layers` layers of the chunk, one by one.
     """
     if config.recompute_granularity != "full":
         return ((0, layers, False),)
@@ -50,7 +51,7 @@ def spans(config: TransformerConfig, layers: int) -> tuple[tuple[int, int, bool]
 
 
 def recompute_selected(config: TransformerConfig, layer: nn.Module) -> None:
-    """Make a megatron layer recompute the modules that the config names."""
+    """Make a megatron layer recompute the modules named in the configuration."""
     if config.recompute_granularity != "selective":
         return
     named = set(config.recompute_modules)
@@ -69,7 +70,7 @@ def recompute_selected(config: TransformerConfig, layer: nn.Module) -> None:
 
 
 def _recompute_together(norm: Any, mlp: Any) -> None:
-    """Move the norm into the MLP's recomputation, so that only the norm's input is kept."""
+    """Make the MLP's recomputation include the norm, so that only the norm's input is stored."""
     normalise, transform = norm.forward, mlp.forward
     norm.forward = _unchanged
     mlp.forward = recomputed(lambda inputs, **keywords: transform(normalise(inputs), **keywords))
@@ -80,10 +81,11 @@ def _unchanged(inputs: Tensor) -> Tensor:
 
 
 class _OutputDropped:
-    """A norm that keeps only its input, and whose consumer does not keep the norm's output either.
+    """Makes neither a norm nor the module after it store the norm's output.
 
-    The input is the residual stream, which is kept anyway. For its backward pass the consumer saves a function that
-    computes the norm again. The norm is thus computed three times, cheaply; in megatron-core it is computed twice.
+    The norm stores only its input, which is the residual stream and stored anyway. For its backward pass, the module
+    after it saves a function that computes the norm again. So the norm is computed three times, cheaply; in
+    megatron-core twice.
     """
 
     def __init__(self, norm: Any, reader: Any) -> None:
@@ -118,15 +120,15 @@ def _restored(saved: Any) -> Tensor:
 
 
 class GatedActivation(torch.nn.Module):
-    """Computes activation(gate) * linear for an input [..., 2 * width] that holds gate and linear side by side.
+    """Computes activation(gate) * linear for an input [..., 2 * width] that contains gate and linear side by side.
 
     Created by megatron-core's MLP (`MLPSubmodules.activation_func`), which adds the bias before it calls this module.
-    Only the input is kept for the backward pass, whatever the configuration recomputes. megatron-core's own layer keeps
-    the activated gate, and a copy of the other half made by adding `glu_linear_offset`.
+    Only the input is stored for the backward pass, whether or not the configuration recomputes. megatron-core's own
+    layer stores the activated gate, and a copy of the other half made by adding `glu_linear_offset`.
 
-    megatron-core also has a fused function that keeps as little (`bias_activation_fusion`). It remains the user's
-    choice: it is compiled at its first call, which needs a C compiler on every node and takes seconds of a recovery.
-    This module needs neither, and its gradients equal those of the plain layer bit for bit.
+    megatron-core also has a fused function that stores as little (`bias_activation_fusion`), which users may choose. It
+    is compiled at its first call, which needs a C compiler on every node and adds seconds to a recovery. This module
+    needs neither, and its gradients equal those of the plain layer bit for bit.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -141,7 +143,8 @@ class GatedActivation(torch.nn.Module):
 
 
 class _Gated(torch.autograd.Function):
-    """The activation as megatron-core's MLP computes it, with `limit` and `offset` if the configuration has them."""
+    """Computes the activation as megatron-core's MLP does, with `limit` and `offset` where the configuration has
+    them."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, activation: Activation, limit: float | None, offset: float) -> Tensor:

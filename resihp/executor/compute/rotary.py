@@ -1,6 +1,7 @@
 """Rotary positions: the settings of megatron-core's GPTModel, with the same meaning, and the resulting angles.
 
-Decides which values are valid; megatron applies the angles to queries and keys. Called by `trainer`, `engine`, `stage`.
+Decides which settings are valid. Never rotates anything: megatron applies the angles to queries and keys. Called by
+`trainer`, `engine` and `stage`.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ class Rotary:
 
     rotary_base: int = 10000
     rotary_percent: float = 1.0
-    """Share of each head's width that is rotated, rounded down; the rest carries no position."""
+    """Share of each head's width that is rotated, rounded down; the rest of the width does not depend on the
+    position."""
     seq_len_interpolation_factor: float | None = None
-    """Positions are divided by it (linear interpolation)."""
+    """Factor by which positions are divided (linear interpolation); None for no interpolation."""
     rope_scaling: bool = False
-    """Whether low frequencies are slowed down for contexts beyond 8192 tokens, as in Llama 3.1."""
+    """Whether low frequencies are reduced for contexts beyond 8192 tokens, as in Llama 3.1."""
     rope_scaling_factor: float = 8.0
 
     def refuse_invalid(self, config: TransformerConfig) -> None:
-        """Raise ModelError, naming the setting, if one is invalid for heads of width `config.kv_channels`."""
+        """Raise ModelError for a setting that is invalid for heads of width `config.kv_channels`."""
         width = int(config.kv_channels * self.rotary_percent)
         factor = self.seq_len_interpolation_factor
         for name, valid, rule in (
@@ -45,7 +47,8 @@ class Rotary:
                 raise ModelError(f"rotary positions: {name}={getattr(self, name)!r} {rule}")
 
     def angles(self, config: TransformerConfig, sequence: int) -> Tensor:
-        """Return each position's angles, [sequence, 1, 1, rotated width], laid out as by `RotaryEmbedding.get_emb`."""
+        """Return the angles of each position, [sequence, 1, 1, rotated width], in the layout of
+        `RotaryEmbedding.get_emb`."""
         rotary = RotaryEmbedding(
             config.kv_channels,
             self.rotary_percent,

@@ -1,7 +1,8 @@
-"""The part of the model that one rank holds, on megatron-core's layers with explicit groups.
+"""The part of the model on one rank, built from megatron-core's layers with explicit groups.
 
-With a pipeline size of 1 in its configuration, megatron uses the layer numbers it is given: a rank may hold any set of
-layers at any tensor-parallel degree. Which ones is not decided here.
+With a pipeline size of 1 in its configuration, megatron uses the layer numbers that it is given, so a rank may have any
+set of layers at any tensor-parallel degree. This module does not decide which layers: the plan does. Built by
+`resihp.executor.state.building`, used by the interpreter.
 """
 
 from __future__ import annotations
@@ -39,17 +40,18 @@ __all__ = ["IGNORED_LABEL", "PositionEmbedding", "StageModule", "model_spec", "r
 PositionEmbedding = Literal["rope", "learned_absolute"]
 
 IGNORED_LABEL = -1
-"""Label of a token that takes part neither in the loss nor in any gradient: padding."""
+"""Label of padding tokens, which contribute neither to the loss nor to any gradient."""
 MAX_PACKINGS = 8
-"""Number of micro-batch packings that a stage remembers: those between their first and last chunk on it."""
+"""Number of micro-batch packings cached by a stage: of micro-batches between their first and last chunk on this
+stage."""
 
 
 class StageModule(nn.Module):
     """Layers `chunks` of the model, with the embedding if `first`, and with final norm, head and loss if `last`.
 
-    The embedding belongs to chunk 0, the head to the last chunk. With tied embeddings, a last stage that is not the
-    first has a copy of the word embedding, under the same name. Parameters are left unset:
-    `resihp.executor.state.parameters` draws or loads them. `tp_group` need not be connected.
+    The embedding belongs to chunk 0, the head to the last chunk. With tied embeddings, a stage that is `last` but not
+    `first` has a copy of the word embedding, under the same name. The constructor does not initialise parameters:
+    `resihp.executor.state.parameters` draws or loads them. `tp_group` need not be connected yet.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class StageModule(nn.Module):
     ) -> None:
         super().__init__()
         self.sequence_parallel = sequence_parallel and tp_group.size() > 1
-        """Whether activations are cut along the tokens; never in a group of one."""
+        """Whether activations are divided among ranks along the tokens; never in a group of one rank."""
         self.config = local = _for_stage(config, self.sequence_parallel)
         self.tp_group = tp_group
         self.first, self.last = first, last
@@ -87,7 +89,7 @@ class StageModule(nn.Module):
         self.layers = nn.ModuleDict()
         self._chunks = chunks
         self._runs: list[list[tuple[int, int, bool]]] = []
-        """For each chunk its runs of layers: first layer, end (exclusive), whether the run is recomputed."""
+        """Runs of layers in each chunk: first layer, end (exclusive), whether the run is recomputed."""
         for start, stop in chunks:
             for number in range(start, stop + 1):
                 layer = build_module(spec, config=local, layer_number=number + 1, pg_collection=groups)
@@ -103,22 +105,24 @@ class StageModule(nn.Module):
         self.weights.take(self)
         self._tied = model.tied_embeddings
         self._packings: dict[tuple[int, ...], Packing] = {}
-        """Packings of the latest micro-batches, by lengths; shared by all chunks and by iterations of equal lengths."""
+        """Packings of the latest micro-batches, by document lengths. Shared by all chunks, and by iterations with equal
+        lengths."""
         self.to(config.params_dtype)  # the whole stage, as megatron's Float16Module does: norms are built in float32
         self._rotation: Tensor | None = None
-        """Angles of all positions, always float32; moved to the device with the first micro-batch."""
+        """Rotary angles of all positions in float32; None for learned positions. Moved to the device with the first
+        micro-batch."""
         if position_embedding == "rope":
-            with torch.device("cpu"):  # has values even in a stage that is built on the meta device
+            with torch.device("cpu"):  # the angles need values, even if the stage is built on the meta device
                 self._rotation = rotary.angles(local, model.sequence)
 
     def forward(self, chunk: int, lengths: tuple[int, ...], inputs: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Run one chunk on one packed micro-batch of N = sum(lengths) tokens.
+        """Compute one chunk on one packed micro-batch of N = sum(lengths) tokens.
 
-        `inputs` are tokens, int64 [N], for the first chunk of a first stage, else activations [N, 1, hidden]. The
-        result is activations of that shape; under sequence parallelism rank t of tp has the t-th part of them,
-        [N/tp, 1, hidden], and N must be divisible by tp. The last chunk of a last stage takes `labels`, int64 [N], and
-        returns the sum of the cross entropy over tokens, equal on all ranks of the group; tokens with the label
-        IGNORED_LABEL do not count.
+        `inputs` are tokens, int64 [N], for the first chunk of a first stage, otherwise activations [N, 1, hidden]. The
+        result is activations of the same shape. Under sequence parallelism, rank t of tp has the t-th part of the
+        activations, [N/tp, 1, hidden], and N must be divisible by tp. The last chunk of a last stage needs `labels`,
+        int64 [N], and returns the sum of the cross entropy over tokens, equal on all ranks of the group; tokens with
+        the label IGNORED_LABEL do not count.
         """
         return self.in_pieces(chunk, lengths, inputs, labels)[-1][1]
 
@@ -130,12 +134,13 @@ class StageModule(nn.Module):
         labels: Tensor | None = None,
         borders: Collection[int] = (),
     ) -> list[tuple[Tensor, Tensor]]:
-        """Run as `forward`, with autograd's graph cut before each layer of `borders`; return each piece's (inputs,
-        output).
+        """Compute as `forward` does, with autograd's graph cut before each layer in `borders`. Return (inputs, output)
+        of each piece.
 
-        Backward passes go piece by piece from the last, each from the gradient of the next piece's inputs. They give
-        the same gradients as an uncut graph, bit for bit, except that the two shares of a tied table are added one
-        after the other. A run of layers that is recomputed as a unit becomes two runs where it is cut.
+        Backward passes go piece by piece from the last; each starts from the gradient of the inputs of the next piece.
+        They give the same gradients as a graph without cuts, bit for bit, except that the two shares of a tied table
+        are added one after the other. If a cut is inside a run of layers that is recomputed as a unit, the run becomes
+        two runs.
         """
         packing = self._packing(lengths, inputs.device)
         begins, ends = self.first and chunk == 0, self.last and chunk == len(self._runs) - 1
@@ -161,7 +166,7 @@ class StageModule(nn.Module):
         return loss
 
     def _packing(self, lengths: tuple[int, ...], device: torch.device) -> Packing:
-        """Return the packing of documents of these lengths, shared by all layers and chunks of a micro-batch."""
+        """Return the packing of documents with these lengths, shared by all layers and chunks of a micro-batch."""
         packing = self._packings.pop(lengths, None)
         if packing is None:
             if self._rotation is not None and self._rotation.device != device:
@@ -174,7 +179,8 @@ class StageModule(nn.Module):
 
 
 def pass_through(stage: StageModule, device: torch.device, counts: Sequence[int]) -> None:
-    """Run a stage without embedding and head forward and back, once per number of tokens; values do not matter."""
+    """Run a stage without embedding and head forward and backward, once for each number of tokens. The values do not
+    matter."""
     for count in counts:
         shape = count, 1, stage.config.hidden_size
         inputs = torch.zeros(shape, dtype=stage.config.params_dtype, device=device, requires_grad=True)
@@ -182,7 +188,8 @@ def pass_through(stage: StageModule, device: torch.device, counts: Sequence[int]
 
 
 class Norm:
-    """Builds torch's own norm, whether or not megatron found apex; it needs no knowledge of sequence parallelism."""
+    """Builds torch's own norm, whether or not megatron has found apex. torch's norm needs no support of sequence
+    parallelism."""
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> nn.Module:  # type: ignore[misc]
         unaware = copy.copy(config)
@@ -194,11 +201,11 @@ class Norm:
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Sum over tokens of the cross entropy of logits [N, rows / tp] that are split over the padded vocabulary.
+    """Sum over tokens of the cross entropy of logits [N, rows / tp], which are split over the padded vocabulary.
 
-    Works in float32 on `LOSS_ELEMENTS` logits at a time, so that a whole float32 copy never exists. The backward pass
-    computes the softmax again; its gradient, rounded once, overwrites the logits. torch refuses a second backward pass,
-    since the logits have changed. Logits of rows from `vocab` on count as -inf, and are overwritten with it.
+    Works in float32 on `LOSS_ELEMENTS` logits at a time, so that a complete float32 copy never exists. The backward
+    pass computes the softmax again; its gradient, rounded once, overwrites the logits. So torch refuses a second
+    backward pass. Logits of padding rows, from `vocab` on, count as -inf, and are overwritten with it.
     """
 
     @staticmethod
@@ -238,7 +245,7 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def _loss_spans(count: int, width: int) -> list[slice]:
-    """Cut `count` tokens into slices whose logits, `width` for each token, are processed in float32 at a time."""
+    """Divide `count` tokens, with `width` logits each, into slices that are processed in float32 one at a time."""
     rows = max(1, LOSS_ELEMENTS // width)
     return [slice(start, start + rows) for start in range(0, count, rows)]
 
@@ -253,8 +260,8 @@ def model_spec(
     position_embedding: PositionEmbedding = "rope",
     device: str = "cpu",
 ) -> ModelSpec:
-    """Return the planner's description of a configuration. `tied`: megatron's share_embeddings_and_output_weights.
-    `device`: the kind of device that computes it."""
+    """Return the planner's description of a configuration. `tied` is megatron's share_embeddings_and_output_weights;
+    `device` is the type of device that computes the model."""
     return ModelSpec(
         layers=config.num_layers,
         hidden=config.hidden_size,
@@ -299,16 +306,16 @@ def _head(config: TransformerConfig, model: ModelSpec, tp_group: TensorGroup) ->
 
 
 def _for_stage(config: TransformerConfig, sequence_parallel: bool) -> TransformerConfig:
-    """Return a copy that makes megatron build layers with the groups they are given, without drawing parameters.
+    """Return a copy of the configuration for megatron's constructors: explicit groups, no initialisation of parameters.
 
-    Recomputation is up to `resihp.executor.compute.recomputation`, so it is switched off in megatron.
+    Recomputation is switched off in megatron, since `resihp.executor.compute.recomputation` does it.
     """
     local = without_ignored(config)
     local.perform_initialization = False
     local.use_cpu_initialization = True
     local.sequence_parallel = sequence_parallel
     local.recompute_granularity = local.recompute_method = local.recompute_num_layers = None
-    # This switch makes megatron-core's MLP call the activation that it is given, Transformer Engine's or another.
+    # This switch makes megatron-core's MLP call any activation module it is given, not only Transformer Engine's.
     local.use_te_activation_func = local.gated_linear_unit and not local.bias_activation_fusion
     return local
 
@@ -334,8 +341,8 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec:
 
 
 def _with_activation(mlp: Any) -> Any:
-    """Return the specification of an MLP that calls `GatedActivation`: a ModuleSpec up to megatron-core 0.16, in later
-    versions a partial call of the MLP's builder."""
+    """Return the specification of an MLP that calls `GatedActivation`. It is a ModuleSpec up to megatron-core 0.16, and
+    a partial call of the MLP's builder in later versions."""
     if isinstance(mlp, functools.partial):
         parts = replace(mlp.keywords["submodules"], activation_func=GatedActivation)
         return functools.partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": parts})
@@ -343,4 +350,4 @@ def _with_activation(mlp: Any) -> Any:
 
 
 def _no_init(_: Tensor) -> None:
-    """Initialise nothing: parameters are drawn by name, see `resihp.executor.state.parameters`."""
+    """Initialise nothing: parameters are drawn by name in `resihp.executor.state.parameters`."""

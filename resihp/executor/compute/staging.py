@@ -1,7 +1,7 @@
-"""Copies from host to device that block neither of them. Used by all code that brings data to a chunk.
+"""Copies from host to device that block neither host nor device. Used by all code that brings data to a chunk.
 
-A copy from ordinary memory blocks the host until it is done, so that no further work reaches the GPU meanwhile; a copy
-from pinned memory is just another item in the stream. torch keeps the pinned memory until the copy has read it. The GPU
+A copy from ordinary memory blocks the host until it is done, so that the GPU gets no further work meanwhile. A copy
+from pinned memory is only another item in the stream; torch keeps the pinned memory until the copy has read it. The GPU
 branch has not been run, for lack of a GPU.
 """
 

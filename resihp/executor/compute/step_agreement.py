@@ -1,7 +1,8 @@
-"""The synchronisation that ends an iteration, by which all ranks agree on the step; also the one of an evaluation.
+"""The last synchronisation of an iteration, by which all ranks agree on the step, and the one of an evaluation.
 
-After the first, every rank knows that all gradients are reduced everywhere, and has the same `StepOutcome`. After the
-second, every rank knows the loss.
+After the last synchronisation of an iteration, every rank knows that gradients are reduced on all ranks, and all ranks
+have the same `StepOutcome`. After the synchronisation of an evaluation, every rank knows the loss. Called by the
+engine; never takes the step.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ NO_WORK: Totals = (0, 0, 0, 0)
 def last_synchronisation(
     it: Iteration, state: State, own_loss: Tensor, settings: AdamW, *, pause: bool, saving: bool, save: bool
 ) -> StepOutcome:
-    """Compute the step's outcome, equal on all active ranks, by one float64 all-reduce.
+    """Compute the outcome of the step by one float64 all-reduce. The outcome is equal on all active ranks.
 
-    `own_loss` is the loss over the tokens of the micro-batches that this rank computed to their end; it is not used if
-    another rank reports them. `pause`: this rank was asked to park after the iteration; if any was, all do. `saving`:
-    this rank is still writing a checkpoint; if any is, none begins another. `save`: this rank was told to write a
-    checkpoint of this iteration. Raises DatasetError if ranks had different data for the iteration, or appear to have
-    had: a sum that a peer aborted can contain anything.
+    `own_loss` is the sum of the loss over the tokens of the micro-batches that this rank computed to their end; it is
+    not used if another rank reports these micro-batches. `pause` means that this rank was asked to park after the
+    iteration; if any rank was, all park. `saving` means that this rank is still writing a checkpoint; if any rank is,
+    no rank begins another. `save` means that this rank was ordered to write a checkpoint of this iteration. Raises
+    DatasetError if ranks had different data for the iteration, or appear to have had: after an abort by a peer, a sum
+    can contain anything.
 
-    The host waits for the device twice: for this rank's own share and for the sums. A rank that was woken before
-    contributes nothing: gradients that an abort has made invalid must not count because this sum still went through.
+    The host waits for the device twice: for this rank's own share and for the sums. A rank that was woken before the
+    sum contributes nothing: an abort may have made its gradients invalid, and the sum may still succeed.
     """
     reports = reports_loss(state)
     mine, expected = workloads(it, state)
@@ -72,11 +74,11 @@ def last_synchronisation(
 
 
 def validation_loss(it: Iteration, state: State, own_loss: Tensor, own: Totals, expected: Totals) -> tuple[float, int]:
-    """Return the mean loss over the tokens of an evaluation that ends with global batch `it`, and the number of tokens.
+    """Return the mean loss over the tokens of an evaluation with last global batch `it`, and the number of tokens.
 
-    Uses one all-reduce. `own_loss` and `own` belong to the micro-batches that this rank computed to their end,
-    `expected` to all; the former are not used if another rank reports them. Raises DatasetError if ranks had different
-    data.
+    Uses one all-reduce. `own_loss` and `own` are the sums over the micro-batches that this rank computed to their end;
+    they are not used if another rank reports them. `expected` has the totals over all micro-batches. Raises
+    DatasetError if ranks had different data.
     """
     sums = staged(torch.tensor([0.0, *own[:3], *_limbs(own[3])], dtype=torch.float64), it.device)
     if reports_loss(state):
@@ -87,7 +89,7 @@ def validation_loss(it: Iteration, state: State, own_loss: Tensor, own: Totals, 
 
 
 def workloads(it: Iteration, state: State) -> tuple[Totals, Totals]:
-    """Return the totals of the micro-batches that this rank reports, and of the whole global batch."""
+    """Return the totals of the micro-batches that this rank reports, and the totals of the whole global batch."""
     mine = [it.batch[m] for m in computed_micro_batches(it.program, state)] if reports_loss(state) else []
     return _totals(mine), _totals(it.batch)
 
@@ -99,7 +101,7 @@ def together(first: Totals, second: Totals) -> Totals:
 
 
 def _summed(it: Iteration, sums: Tensor, activity: str) -> list[float]:
-    """Sum over all active ranks, and return the sums."""
+    """Return the sums over all active ranks."""
     it.communicators.settle()
     if it.communicators.world is not None:
         with waiting(it.observer, activity):
@@ -111,8 +113,8 @@ def _summed(it: Iteration, sums: Tensor, activity: str) -> list[float]:
 
 
 def _agreed(subject: str, sums: Sequence[float], expected: Totals, other_sums: Sequence[float] = ()) -> Totals:
-    """Return the totals of all ranks. Raises DatasetError if they differ from this rank's data set, or if they or
-    `other_sums` are not finite."""
+    """Return the totals over all ranks. Raises DatasetError if they differ from those of this rank's data set, or if a
+    sum is not finite."""
     if not all(map(math.isfinite, (*sums, *other_sums))):
         raise DatasetError(f"{subject}: per-rank data statistics are not finite")
     tokens, squares, samples, *limbs = sums
@@ -126,7 +128,7 @@ def _agreed(subject: str, sums: Sequence[float], expected: Totals, other_sums: S
 
 
 def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of squares over all elements, in float64, on the device, without waiting for it."""
+    """Return the float64 sum of squares of all elements, on the device, without waiting for the device."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()
@@ -142,7 +144,7 @@ def _totals(batch: Sequence[MicroBatch]) -> Totals:
 
 
 def _limbs(digest: int) -> list[float]:
-    """Split a digest into four limbs of 16 bits: sums over up to 2**37 ranks stay exact in float64."""
+    """Split a digest into four parts of 16 bits, so that sums over up to 2**37 ranks are exact in float64."""
     return [float(digest >> shift & 0xFFFF) for shift in (0, 16, 32, 48)]
 
 

@@ -1,12 +1,13 @@
-"""Timing of each primitive of an iteration on this rank: its start, its span, and the rank's own work within it.
+"""Measures each primitive of an iteration on this rank: its start, its duration, and the rank's own work within it.
 
-In a tensor-parallel group all ranks wait for the slowest in each all-reduce, so the span of a chunk is about the same
-on all of them. Their own work distinguishes them: the processor time of the computing thread, or on a GPU the time
-outside its waits for collectives, measured by events; computation beside a running collective counts as own work.
-Events are read after the iteration, when the following step is under way, so that nothing waits for them.
+In a tensor-parallel group, all ranks wait in each all-reduce for the slowest one, so the duration of a chunk is about
+the same on all of them. Only their own work differs. On a CPU it is the processor time of the computing thread. On a
+GPU it is the time outside waits for collectives, measured by events; computation during a collective counts as own
+work. Events are read after the iteration, when the following step has been started, so that nothing waits for them.
 
-A device can be slowed on purpose (`resihp run --fault slow:...`): before each collective, and at the end of a chunk, it
-sleeps for the time that a device of that speed would still be at work. Measures; judges nothing.
+An injected fault can slow a device (`resihp run --fault slow:...`): before each collective, and at the end of a chunk,
+the stopwatch sleeps for the additional time that a device of this speed would need. Never judges a device. Used by the
+interpreter and the engine.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from resihp.detector.observation import Floats
 
 Speed = Callable[[], float]
-"""Returns the relative speed imposed on the device: 1 is its own speed."""
+"""Returns the relative speed of the device under an injected fault: 1 means full speed."""
 
 
 def full_speed() -> float:
@@ -32,7 +33,7 @@ def stopwatch_of(device: torch.device, speed: Speed = full_speed) -> Stopwatch:
 
 
 class Stopwatch:
-    """Times one iteration on a CPU. Offsets count from its creation; all times are in seconds."""
+    """Measures one iteration on a CPU. Offsets count from the creation of the stopwatch; all times are in seconds."""
 
     def __init__(self, speed: Speed = full_speed) -> None:
         self._speed = speed
@@ -42,12 +43,12 @@ class Stopwatch:
         self._between_parts = self._paused = 0.0
 
     def begin(self) -> None:
-        """Start a primitive, which has all its inputs."""
+        """Start a primitive. All its inputs have arrived."""
         self._began, self._slept, self._between_parts = time.perf_counter(), 0.0, 0.0
         self._work = self._marked = time.thread_time()
 
     def pause(self) -> None:
-        """End a part of a primitive; the time until the next part does not count as its work."""
+        """End a part of a primitive. The time until the next part is not counted as work."""
         self.collective()
         self._paused = time.perf_counter()
 
@@ -59,7 +60,7 @@ class Stopwatch:
         self._marked = now
 
     def collective(self) -> None:
-        """Note that a collective is about to start; a slowed device sleeps first, since it would not be as far."""
+        """Mark the start of a collective. A slowed device sleeps first, since it would not have got so far yet."""
         worked = time.thread_time() - self._marked
         speed = self._speed()
         if speed < 1.0 and worked > 0.0:
@@ -69,14 +70,14 @@ class Stopwatch:
         self._marked = time.thread_time()
 
     def waits(self) -> None:
-        """Note that the following work needs a collective's result."""
+        """Mark a point from which work needs the result of a collective."""
 
     def resumed(self) -> None:
-        """Note that the result has arrived and own work continues."""
+        """Mark the arrival of the result, after which own work continues."""
 
     def emulate(self, seconds: float) -> None:
-        """Make the current primitive take at least `seconds`, or more on a slowed device, by sleeping. That time counts
-        as own work, whether or not the rank waited for peers meanwhile."""
+        """Sleep until the current primitive has taken `seconds`, or more on a slowed device. This time counts as own
+        work, even if the rank has waited for peers meanwhile."""
         needed = seconds / self._speed()
         rest = self._began + self._between_parts + needed - time.perf_counter()
         if rest > 0.0:
@@ -92,20 +93,21 @@ class Stopwatch:
         self._rows.append((self._began - self._zero, span, own))
 
     def reduced(self) -> None:
-        """Note that all gradients are summed."""
+        """Mark the time when all gradients are reduced."""
         self._reduced = time.perf_counter() - self._zero
 
     def reduced_s(self) -> float:
-        """Return the offset at which all gradients were summed."""
+        """Return the offset at which all gradients were reduced."""
         return self._reduced
 
     def read(self) -> Floats:
-        """Return (3, primitives): starts, spans and own work, in order of execution."""
+        """Return an array of shape (3, primitives): starts, durations and own work, in order of execution."""
         return np.array(self._rows, dtype=np.float64).reshape(-1, 3).T
 
 
 class CudaStopwatch(Stopwatch):
-    """The same on a GPU: host time shows when work was submitted, events show when it ran. Not yet run on a GPU.
+    """Measures one iteration on a GPU, by events, since host time only shows when work was submitted. Not yet run on a
+    GPU.
 
     Call `reduced_s` and `read` only when the device has finished: after the last synchronisation.
     """
@@ -113,10 +115,10 @@ class CudaStopwatch(Stopwatch):
     def __init__(self, speed: Speed = full_speed) -> None:
         super().__init__(speed)
         self._segments: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        """Begin and end of each stretch of own work of the current primitive."""
+        """Beginning and end of each period of own work in the current primitive."""
         self._done: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = []
         self._open: torch.cuda.Event | None = None
-        """Begin of the current stretch of own work; None during a wait."""
+        """Beginning of the current period of own work; None during a wait."""
         self._first = self._last = self._mark()
 
     @staticmethod
@@ -133,7 +135,7 @@ class CudaStopwatch(Stopwatch):
     def collective(self) -> None:
         speed = self._speed()
         if speed < 1.0 and self._open is not None:
-            done = self._mark()  # readable only once it has happened: this serialises, as a slow device would
+            done = self._mark()  # an event can be read only after it has happened: this serialises work
             done.synchronize()
             time.sleep(self._open.elapsed_time(done) / 1e3 * (1.0 / speed - 1.0))
             self.waits()

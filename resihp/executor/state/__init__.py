@@ -1,5 +1,5 @@
 """A rank's part of the model: parameters and optimizer state by name, transfers between layouts, checkpoints.
 
-Everything uses the names of the whole model's parameters, so that any layout can take over any other's state. Imports
+All modules use the parameter names of the whole model, so that state can be moved between any two layouts. Imports
 torch.
 """

@@ -1,6 +1,6 @@
-"""Builds the modules and the state of a rank's place in a plan. Obeys; decides nothing.
+"""Builds the modules and the state of a rank's place in a plan. Decides nothing.
 
-A state is built beside the present one, and shares its tensors that stay. Never moves state between ranks
+A new state is built beside the present one, and shares the tensors that stay. Never moves state between ranks
 (`state_transfer`), and never puts a state into effect. Called by `resihp.executor.engine`.
 """
 
@@ -25,7 +25,7 @@ from resihp.parallelism.plan import Plan
 
 
 class StateBuilder:
-    """Builds parts of one model for one device. `positions`: kind of position embedding, and its parameters."""
+    """Builds parts of one model for one device. `positions` is the kind of position embedding, with rotary settings."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class StateBuilder:
         self._positions = positions
         self._back_end = back_end
         self.device: torch.device = back_end.device
-        """Device on which new tensors are made."""
+        """Device on which new tensors are created."""
         self.specs = {parallel: self._read_specs(parallel) for parallel in (False, True)}
-        """All parameters of the model, without and with sequence parallelism."""
+        """All parameters of the model; key True: with sequence parallelism."""
         self.by_name: dict[str, ParameterSpec] = {spec.name: spec for spec in self.specs[False]}
 
     def _read_specs(self, sequence_parallel: bool) -> tuple[ParameterSpec, ...]:
@@ -53,10 +53,11 @@ class StateBuilder:
         )
 
     def build(self, plan: Plan, holding: HeldPart, old: State | None) -> State:
-        """Build a place's state beside the present one. Tensors that stay are shared; all of them if nothing changes.
+        """Build the state of a place beside the present one. Tensors that stay are shared; `old` is returned if nothing
+        changes.
 
-        Nothing is built on the host: new tensors are created on the device without values, in memory of gradients that
-        no step needs any more.
+        Nothing is built on the host: new tensors are created on the device without values, in memory released by
+        gradients that no step needs any more.
         """
         parallel = plan.sequence_parallel and holding.tp > 1
         if old is not None and (old.holding, old.sequence_parallel) == (holding, parallel):
@@ -81,7 +82,8 @@ class StateBuilder:
         return new
 
     def draw(self, state: State) -> None:
-        """Draw the first values in parallel, each parameter by its own name; they do not depend on the layout."""
+        """Draw the initial values in several threads, each parameter from its own name; they do not depend on the
+        layout."""
         t, tp = state.holding.t, state.holding.tp
 
         def draw(name: str) -> None:
@@ -95,7 +97,7 @@ class StateBuilder:
         state.derive()
 
     def module(self, holding: HeldPart, group: TensorGroup, sequence_parallel: bool) -> StageModule:
-        """Return a part of the model as a module, on the device of the context."""
+        """Return a part of the model as a module, on the current default device of torch."""
         position_embedding, rotary = self._positions
         return StageModule(
             self._config,

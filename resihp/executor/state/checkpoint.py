@@ -1,7 +1,8 @@
-"""A rank's part of a checkpoint: slices by name, so that any layout can read the checkpoints of any other.
+"""A rank's part of a checkpoint: slices by name, so that any layout can read checkpoints written under any other.
 
 Each slice of parameters and moments is written once, by ranks of one replica (`resihp.parallelism.ownership.counted`):
-the first replica, unless it cannot. The folder counts only after its manifest is written (`resihp.worker.checkpoints`).
+the first replica, unless it cannot. Never commits a checkpoint: it counts only after its manifest is written
+(`resihp.worker.checkpoints`). Called by `trainer` and `supervised`.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ from resihp.worker import checkpoints
 from resihp.worker.leaving import begin_thread
 
 Piece = tuple[int, int, dict[str, Tensor]]
-"""(start, stop, tensors by kind) of one stored slice."""
+"""(start, stop, tensors by kind) of one slice in a checkpoint."""
 
 
 class Part(NamedTuple):
-    """Content of one rank's part, copied to host memory so that training can continue."""
+    """The content of one rank's part, copied to host memory so that training can continue."""
 
     file: str
     content: dict[str, Any]
 
 
 def part_of(engine: Engine, plan: Plan, replica: int = 0) -> Part:
-    """Return this rank's part of the checkpoint of the last step.
+    """Return this rank's part of a checkpoint of the last step.
 
-    The rank's state follows `plan`. The ranks of one of its replicas, and ranks that hold state that this replica lacks
-    (`Layout.model_copy`), write the whole state, each slice once. The file name contains epoch and rank, so that no
-    attempt overwrites another's file.
+    The rank's state follows `plan`. The ranks of `replica`, and ranks with state that this replica lacks
+    (`Layout.model_copy`), together write the whole state, each slice once. The file name contains epoch and rank, so
+    that no attempt overwrites a file of another.
     """
     state = engine.state
     assert state is not None
@@ -66,7 +67,7 @@ def part_of(engine: Engine, plan: Plan, replica: int = 0) -> Part:
 
 
 def write_part(part: Part, folder: Path) -> int:
-    """Write a part and return its size in bytes. The file is complete and flushed when it appears."""
+    """Write a part and return its size in bytes. The file appears only when it is complete and flushed."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / part.file
     temporary = path.with_suffix(".writing")
@@ -81,13 +82,14 @@ def write_part(part: Part, folder: Path) -> int:
 
 
 def save_part(engine: Engine, plan: Plan, folder: Path, replica: int = 0) -> tuple[str, int]:
-    """Write this rank's part at once; return (file, bytes)."""
+    """Write this rank's part before returning (file, bytes)."""
     part = part_of(engine, plan, replica)
     return part.file, write_part(part, folder)
 
 
 class Writer:
-    """Writes parts in the background, one at a time: a hanging folder holds up checkpoints only, not training."""
+    """Writes parts in the background, one at a time, so that a hanging file system delays only checkpoints, not
+    training."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -97,9 +99,10 @@ class Writer:
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, part: Part, folder: Path, done: Callable[[int], None], failed: Callable[[Exception], None]) -> None:
-        """Write `part`, then call `done` with its bytes, or `failed` with the exception, in the writer's thread.
+        """Start writing `part`; then call `done` with its bytes, or `failed` with the exception, in the writer's
+        thread.
 
-        At its end, the process waits only briefly for it.
+        When the process exits, it waits only briefly for the writer.
         """
         self.wait()
 
@@ -114,14 +117,14 @@ class Writer:
         self._thread = begin_thread(write, name="resihp-checkpoint")
 
     def wait(self) -> None:
-        """Wait until nothing is being written."""
+        """Wait until no part is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
 
 def load(engine: Engine, folder: Path) -> None:
-    """Fill the adopted place's state from a committed checkpoint, which any layout may have written.
+    """Fill this rank's state from a committed checkpoint, written under any layout.
 
     Raises CheckpointError, before anything is changed, if the checkpoint is incomplete or belongs to another model.
     """
@@ -151,8 +154,8 @@ def load(engine: Engine, folder: Path) -> None:
 
 
 def _same_model(stored: str, model: ModelSpec) -> bool:
-    """Return whether a checkpoint's model is this one. Precision and computation may differ, since the stored values
-    are always float32."""
+    """Return whether a checkpoint is of this model. Precision and computation may differ, since stored values are
+    always float32."""
     try:
         model_found = msgspec.json.decode(stored, type=ModelSpec)
     except msgspec.DecodeError:
@@ -161,7 +164,8 @@ def _same_model(stored: str, model: ModelSpec) -> bool:
 
 
 def _copies(state: State, spec: ParameterSpec, pieces: list[Piece], folder: Path) -> list[tuple[Tensor, Tensor]]:
-    """Return (view of the rank's state, view of a stored tensor) pairs that together cover its share of a parameter."""
+    """Return pairs (view of the rank's state, view of a stored tensor) that together cover the rank's share of a
+    parameter."""
     wanted = state.share(spec)
     pairs: list[tuple[Tensor, Tensor]] = []
     reached = wanted.start
@@ -186,7 +190,8 @@ def _copies(state: State, spec: ParameterSpec, pieces: list[Piece], folder: Path
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Map a part without reading it: a rank touches only the slices that it needs. Only tensors are unpickled."""
+    """Map a part into memory without reading it, so that a rank reads only the slices that it needs. Only tensors are
+    unpickled."""
     try:
         content: dict[str, Any] = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
         for key in ("iteration", "updates", "model", "slices"):

@@ -1,13 +1,13 @@
 """The buffer of one rank's gradient sums: flat, float32, allocated once, zeroed before each iteration.
 
-Parameters are laid out in the order in which buckets sum them (`resihp.pipeline.program.buckets`), so that a bucket is
-a stretch of the buffer and is summed in place, without a copy. Autograd adds to views of the buffer. So do weight
-gradients that are computed separately (`weights`), which find their view as `parameter.main_grad`, megatron's name for
-it. Parameters of lower precision (bfloat16) get a hook that adds each micro-batch's gradient here and then drops it:
-all sums are float32.
+Parameters are laid out in the order in which buckets reduce them (`resihp.pipeline.program.buckets`). So a bucket is a
+contiguous range of the buffer and is reduced in place, without a copy. Autograd adds to views of the buffer. Weight
+gradients that are computed separately (`weights`) are added to the same views, which they find as
+`parameter.main_grad`, megatron's name. Parameters of lower precision (bfloat16) get a hook that adds the gradient of
+each micro-batch to the buffer and then drops it, so that all sums are float32.
 
-Does not decide which ranks sum together. Owned by a `State`; filled by backward passes, read by the interpreter and the
-optimizer. Memory that an abandoned communication may still write to is never used again (`release`).
+Does not decide which ranks reduce together. Owned by a `State`; written by backward passes, read by the interpreter and
+the optimizer. If abandoned communication may still write to the memory, it is never used again (`release`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from resihp.pipeline.program import Bucket
 
 
 class Gradients:
-    """Gradients of `parameters`, used in backward passes, for `masters`, which the optimizer updates; by name.
+    """The gradients of `parameters`, used in backward passes, and of `masters`, updated by the optimizer; both by name.
 
-    Corresponding tensors have the same shape, and are the same object if the parameter is float32.
+    The two tensors of a name have the same shape; they are the same object if the parameter is float32.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], masters: Mapping[str, Tensor]) -> None:
@@ -38,7 +38,8 @@ class Gradients:
         self._hooks: list[RemovableHandle] = []
 
     def begin(self, buckets: Sequence[Bucket], rank: int, shares: Mapping[str, Slice]) -> None:
-        """Zero all gradients for an iteration that sums `buckets`; `shares`: the slice held of each parameter."""
+        """Zero all gradients for an iteration that reduces `buckets`. `shares` is this rank's slice of each
+        parameter."""
         fresh = self._flat is None
         if self._flat is None:
             elements = sum(master.numel() for master in self._masters.values())
@@ -69,15 +70,16 @@ class Gradients:
         }
 
     def of(self, name: str) -> Tensor:
-        """Return a parameter's gradient, for reading or writing. There is none before the first `begin`."""
+        """Return a parameter's gradient, for reading or writing. Only valid after the first `begin`."""
         return self._views[name]
 
     def stretch(self, bucket: int) -> Tensor | None:
-        """Return all gradients of a bucket, by its index, as one view; None if they must be copied together instead."""
+        """Return all gradients of the bucket with this index as one view; None if they must be copied together
+        instead."""
         return self._stretches.get(bucket)
 
     def release(self) -> None:
-        """Release the buffer: it is no longer needed, or something may still write to it. `begin` makes another."""
+        """Release the buffer, which is no longer needed or may still be written to. `begin` allocates a new one."""
         self._unhook()
         for name in self._views:
             parameter = self._parameters[name]
@@ -92,10 +94,10 @@ class Gradients:
 
 
 def summed_in_place(buckets: Sequence[Bucket], rank: int, shares: Mapping[str, Slice]) -> dict[int, tuple[str, ...]]:
-    """Return, by bucket index, the parameters of those buckets of a rank that can be summed in place, in their order.
+    """Return the parameters of each bucket that this rank can reduce in place, in their order, by bucket index.
 
-    In such a bucket each slice is the rank's whole share of its parameter, and is in no other bucket: a slice in
-    several buckets must be unreduced in each (`resihp.parallelism.ownership.owner_sets`).
+    In such a bucket, each slice is the rank's whole share of its parameter and is in no other bucket. A slice in
+    several buckets needs its unreduced value in each (`resihp.parallelism.ownership.owner_sets`).
     """
     mine = {index: bucket.slices for index, bucket in enumerate(buckets) if rank in bucket.owners}
     times = Counter(piece for slices in mine.values() for piece in slices)
@@ -107,7 +109,7 @@ def summed_in_place(buckets: Sequence[Bucket], rank: int, shares: Mapping[str, S
 
 
 def _add_to_main(parameter: Tensor) -> None:
-    """Add a low-precision gradient to its sum; a hook, called when a backward pass has finished with the parameter."""
+    """Add a low-precision gradient to its sum. A hook, called when a backward pass has finished with the parameter."""
     if parameter.grad is None:  # `weights` has added it or will add it
         return
     parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""AdamW: its settings, which users write, its learning-rate curve, and its state on one rank."""
+"""AdamW: the settings that users pass, the learning-rate schedule, and the optimizer state of one rank."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ Increase = Literal["linear", "cosine"]
 class AdamW:
     """Settings of decoupled AdamW (Loshchilov and Hutter 2019), with gradient clipping.
 
-    Learning rate and weight decay follow the curves of Megatron's `OptimizerParamScheduler`, counted in iterations.
+    Learning rate and weight decay follow the schedules of Megatron's `OptimizerParamScheduler`, counted in iterations.
     """
 
     lr: float = 3e-4
-    """Highest learning rate, reached at the end of the warm-up."""
+    """Maximum learning rate, reached at the end of the warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-    """Not applied to parameters with one dimension (norms and biases), as in Megatron-LM."""
+    """Weight decay. Not applied to parameters with one dimension (norms and biases), as in Megatron-LM."""
     start_weight_decay: float | None = None
-    """Value from which weight decay rises to `weight_decay`; None: it is constant."""
+    """Weight decay at the beginning, from which it rises to `weight_decay`; None: it is constant."""
     weight_decay_iterations: int = 0
     """Iteration at which weight decay reaches `weight_decay`."""
     weight_decay_increase: Increase = "linear"
     clip: float = 1.0
-    """Largest norm of the whole gradient; 0 for no clipping."""
+    """Maximum norm of the whole gradient; 0 for no clipping."""
     warmup: int = 0
-    """Iterations of linear warm-up from 0."""
+    """Number of iterations in which the learning rate rises linearly from 0."""
     decay_iterations: int = 0
-    """Iteration after which the learning rate is `min_lr`; 0: never. If 0, only inverse-square-root decays at all."""
+    """Iteration after which the learning rate is `min_lr`. 0: never; then only `inverse-square-root` decays at all."""
     min_lr: float = 0.0
     decay: Decay = "cosine"
-    """`WSD` (warm-up, stable, decay) stays at `lr`, then falls within the last `wsd_decay_iterations`."""
+    """Curve of the decay. `WSD` (warm-up, stable, decay) stays at `lr`, then decays in the last
+    `wsd_decay_iterations`."""
     wsd_decay_iterations: int = 0
     wsd_decay: WsdDecay = "exponential"
 
@@ -74,7 +75,8 @@ class AdamW:
                 raise ConfigurationError(f"optimizer: {name}={getattr(self, name)!r} {rule}")
 
     def learning_rate(self, iteration: int) -> float:
-        """Return the rate of iteration 1, 2, ...: a function of the iteration alone, so equal after any restart."""
+        """Return the learning rate of iteration 1, 2, ... It depends only on the iteration, so it is the same after a
+        restart."""
         if iteration < self.warmup:
             return self.lr * iteration / self.warmup
         if self.decay == "constant":
@@ -93,19 +95,20 @@ class AdamW:
         return self.min_lr + (self.lr - self.min_lr) * remaining
 
     def weight_decay_of(self, iteration: int) -> float:
-        """Return the weight decay of iteration 1, 2, ...: also a function of the iteration alone."""
+        """Return the weight decay of iteration 1, 2, ... It depends only on the iteration."""
         if self.start_weight_decay is None or iteration >= self.weight_decay_iterations:
             return self.weight_decay
         remaining = _remaining(self.weight_decay_increase, iteration / self.weight_decay_iterations)
         return self.weight_decay - (self.weight_decay - self.start_weight_decay) * remaining
 
     def clip_coefficient(self, norm: float) -> float:
-        """Return the factor for gradients of that norm, at most 1; as in Megatron-LM, 1e-6 guards the division."""
+        """Return the factor, at most 1, for gradients with this norm. As in Megatron-LM, 1e-6 is added to the
+        divisor."""
         return 1.0 if self.clip == 0 else min(1.0, self.clip / (norm + 1e-6))
 
 
 def _remaining(style: str, done: float) -> float:
-    """Return the remaining fraction of a fall from 1 to 0 after a fraction `done` of its time."""
+    """Return the remaining fraction of a decay from 1 to 0, after a fraction `done` of its duration."""
     match style:
         case "linear":
             return 1.0 - done
@@ -118,11 +121,11 @@ def _remaining(style: str, done: float) -> float:
 
 
 class AdamWState:
-    """torch's AdamW over one rank's parameters, with moments that exist from the beginning and are accessible.
+    """torch's AdamW for one rank's parameters, with moments that exist from the beginning and are accessible.
 
-    The updated parameters are float32, even if passes compute with another type
-    (`resihp.executor.state.rank_state.masters_of`). For parameters that `shared` also has, the same object under the
-    same name, the moments are shared with it.
+    The updated parameters are float32, even if forward and backward passes use another type
+    (`resihp.executor.state.rank_state.masters_of`). If `shared` has the same parameter object under the same name, its
+    moments are shared as well.
     """
 
     def __init__(self, settings: AdamW, parameters: dict[str, nn.Parameter], shared: AdamWState | None = None) -> None:
@@ -147,10 +150,11 @@ class AdamWState:
                 moments = {kind: torch.zeros_like(parameter, requires_grad=False) for kind in kinds}
             self._torch.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
         self.updates = 0
-        """Number of updates so far; skipped iterations do not count."""
+        """Number of updates of the job so far; skipped iterations do not count."""
 
     def apply(self, clip: float, learning_rate: float, weight_decay: float) -> None:
-        """Update the parameters from their gradients, which are scaled by `clip` in place. No communication."""
+        """Update the parameters from their gradients, after multiplying the gradients by `clip` in place. No
+        communication."""
         if clip != 1.0:
             torch._foreach_mul_([p.grad for p in self.parameters.values() if p.grad is not None], clip)
         for group in self._torch.param_groups:
@@ -160,13 +164,13 @@ class AdamWState:
         self.updates += 1
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Return a parameter's state by kind: "value", "exp_avg", "exp_avg_sq", each of the parameter's own shape."""
+        """Return a parameter's state by kind: "value", "exp_avg", "exp_avg_sq". Each has the shape of the parameter."""
         parameter = self.parameters[name]
         state = self._torch.state[parameter]
         return {"value": parameter.data, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
 
     def resume(self, updates: int) -> None:
-        """Continue as after that many updates, once the tensors have been filled."""
+        """Set the number of updates so far. Call this when the tensors have been filled."""
         self.updates = updates
         for parameter in self.parameters.values():
             self._torch.state[parameter]["step"].fill_(updates)

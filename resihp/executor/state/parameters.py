@@ -1,7 +1,9 @@
-"""Parameters of the whole model by layout-independent name: their cuts, first values, and views of their slices.
+"""All parameters of the model by names that do not depend on the layout: how they are cut, initial values, views of
+slices.
 
-Names are those of `StageModule` with layers counted over the whole model: `embedding.word_embeddings.weight`,
-`layers.7.mlp.linear_fc1.weight`, `final_layernorm.weight`, `output_layer.weight`.
+Names are those of `StageModule`, with layers counted over the whole model: `embedding.word_embeddings.weight`,
+`layers.7.mlp.linear_fc1.weight`, `final_layernorm.weight`, `output_layer.weight`. Decides nothing. Used by the other
+modules of this package.
 """
 
 from __future__ import annotations
@@ -22,22 +24,23 @@ from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.ownership import ParameterSpec, Slice, share
 
 DRAWING_THREADS = 8
-"""Number of threads that draw first values, each holding a whole parameter in memory."""
+"""Number of threads that draw initial values. Each of them has a whole parameter in memory."""
 _global_generator = threading.Lock()
 
 _PER_HEAD_NORM = re.compile(r"\.[qk]_layernorm\.")
-"""Matches names of parameters that all attention heads share."""
+"""Matches the names of norm parameters that all attention heads share."""
 
 
 def specs_of(
     whole: nn.Module, layers: int, *, tied: bool = False, sequence_parallel: bool = False
 ) -> tuple[ParameterSpec, ...]:
-    """Return the specifications of a model of `layers` equal layers, read off a module with only layer 0, uncut (tp 1).
+    """Return the specifications of all parameters of a model with `layers` equal layers. `whole` is a module with only
+    layer 0, without tensor parallelism.
 
-    The cut axis follows from the kind of megatron's module: column-parallel ones cut their outputs (weight and bias),
-    row-parallel ones their inputs (weight only), the vocabulary embedding its rows. Under sequence parallelism, norms
-    and row-parallel biases, which are added after the reduce-scatter, see only part of the tokens on each rank. The
-    norms of queries and keys see only part of the heads, with or without it.
+    The cut axis depends on megatron's class of the module: column-parallel modules are cut along their outputs (weight
+    and bias), row-parallel modules along their inputs (weight only), the vocabulary embedding along its rows. Under
+    sequence parallelism, each rank applies norms and row-parallel biases (added after the reduce-scatter) to only part
+    of the tokens. With or without it, each rank applies the norms of queries and keys to only part of the heads.
     """
     first: list[ParameterSpec] = []
     for path, module in whole.named_modules():
@@ -73,7 +76,7 @@ def specs_of(
 
 
 def _cut_axis(module: nn.Module, parameter: str) -> int | None:
-    """Return the axis on which tensor parallelism cuts a parameter of a module; None if it does not."""
+    """Return the axis along which tensor parallelism cuts a parameter of a module; None if it is not cut."""
     if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
         return 0
     if isinstance(module, RowParallelLinear) and parameter == "weight":
@@ -82,7 +85,7 @@ def _cut_axis(module: nn.Module, parameter: str) -> int | None:
 
 
 def unit_of(name: str) -> str:
-    """Return the unit of `resihp.parallelism.ownership` that a parameter belongs to, by its name."""
+    """Return the unit (`resihp.parallelism.ownership`) of the parameter with this name."""
     top, _, rest = name.partition(".")
     if top == "layers":
         return f"layer.{rest.partition('.')[0]}"
@@ -90,12 +93,12 @@ def unit_of(name: str) -> str:
 
 
 def draw(spec: ParameterSpec, config: TransformerConfig, seed: int, model: ModelSpec) -> Tensor:
-    """Return the whole parameter's first value: a function of (seed, name) alone, so that it is equal in all layouts.
+    """Return the initial value of a whole parameter. It depends only on (seed, name), so it is equal in all layouts.
 
-    Follows megatron-core: the config's init methods (normal(0, init_method_std), divided by sqrt(2 layers) for the
-    projections that end in the residual stream), ones for norms' weights, zeros for biases. Rows that pad the
-    vocabulary are zero, and their number does not affect the others. Drawn on the host, since a GPU's numbers depend
-    on its number of multiprocessors. May be called from several threads.
+    Follows megatron-core: the configuration's init methods (normal(0, init_method_std), divided by sqrt(2 layers) for
+    projections into the residual stream), ones for weights of norms, zeros for biases. Padding rows of the vocabulary
+    are zero, and their number does not affect the other rows. Values are drawn on the host, since those of a GPU depend
+    on its number of multiprocessors. Several threads may call this function.
     """
     whole = torch.zeros(spec.shape, dtype=torch.float32)
     path, _, kind = spec.name.rpartition(".")
@@ -115,7 +118,7 @@ def draw(spec: ParameterSpec, config: TransformerConfig, seed: int, model: Model
         if "generator" in inspect.signature(method).parameters:
             method(drawn, generator=torch.Generator().manual_seed(own_seed))  # type: ignore[call-arg]
             return whole
-        # An init method of the user's that takes no generator uses the global one, seeded for it, for the same numbers.
+        # A user's init method without a `generator` argument uses the global one, seeded here to give equal values.
         with _global_generator, torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(own_seed)
             method(drawn)
@@ -123,8 +126,8 @@ def draw(spec: ParameterSpec, config: TransformerConfig, seed: int, model: Model
 
 
 def place(module: nn.Module, kept: Mapping[str, nn.Parameter], device: torch.device) -> None:
-    """Give a module that was built on the meta device its parameters on `device`: those in `kept`, by name, and new
-    ones without values for the rest."""
+    """Give a module that was built on the meta device its parameters on `device`: existing ones from `kept`, by name,
+    and for the rest new ones without values."""
     for name, parameter in list(module.named_parameters()):
         path, _, local = name.rpartition(".")
         if name in kept:
@@ -136,7 +139,7 @@ def place(module: nn.Module, kept: Mapping[str, nn.Parameter], device: torch.dev
 
 
 def view(tensor: Tensor, spec: ParameterSpec, t: int, tp: int, piece: Slice) -> Tensor:
-    """Return a view of `piece` of a parameter in the tensor of rank `t` of `tp` (or in its gradient or moments).
+    """Return a view of `piece` of a parameter in the tensor of rank `t` of `tp`. Also for gradients and moments.
 
     The view has the shape [..., parts, stop - start, ...]; it is the whole tensor if the parameter is not cut.
     """
@@ -148,7 +151,7 @@ def view(tensor: Tensor, spec: ParameterSpec, t: int, tp: int, piece: Slice) -> 
 
 
 def fill(tensor: Tensor, spec: ParameterSpec, t: int, tp: int, whole: Tensor) -> None:
-    """Copy the share of rank `t` of `tp` from a whole parameter into the rank's own tensor."""
+    """Copy the share of rank `t` of `tp` from a whole parameter to the rank's own tensor."""
     own = share(spec, t, tp)
     with torch.no_grad():
         view(tensor, spec, t, tp, own).copy_(view(whole, spec, 0, 1, own))

@@ -1,8 +1,8 @@
-"""One rank's state: its place's parameters, their optimizer state, and the iteration that they belong to.
+"""The state of one rank: parameters, optimizer state, and the iteration that both belong to.
 
-During a transition a rank has two of these: the one in effect and the next one beside it. Tensors that stay are shared
-between the two, so that the second costs only its new tensors; neither is changed through the other before the next one
-is in effect. Owned by `resihp.executor.engine`.
+During a transition, a rank has two states: the one in effect, and the next one beside it. They share the tensors that
+stay, so that the second state costs only its new tensors. No shared tensor changes before the next state is in effect.
+Owned by `resihp.executor.engine`; decides nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from resihp.pipeline.program import Bucket
 
 
 class HeldPart(msgspec.Struct, frozen=True):
-    """The part of the model that a place holds: its layers, tables, and share of them."""
+    """The part of the model on one rank: layers, embedding and head, and tensor-parallel share."""
 
     chunks: tuple[LayerSpan, ...]
     first: bool
@@ -35,7 +35,7 @@ class HeldPart(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, plan: Plan, rank: int) -> HeldPart | None:
-        """Return the part that `rank` holds under `plan`; None for a rank without work."""
+        """Return the part of `rank` under `plan`; None for a rank without work."""
         place = plan.layout.place(rank)
         if place is None:
             return None
@@ -46,28 +46,30 @@ class HeldPart(msgspec.Struct, frozen=True):
 
 @dataclass
 class State:
-    """The state of one held part. `epoch` is that of the plan for which it was built."""
+    """The parameters and optimizer state of one rank's part of the model. `epoch` is that of the plan it was built
+    for."""
 
     epoch: int
     holding: HeldPart
     stage: StageModule
     optimizer: AdamWState
     specs: Mapping[str, ParameterSpec]
-    """Specifications of the held parameters, by name."""
+    """Specifications of this rank's parameters, by name."""
     sequence_parallel: bool = False
     stepped: int = 0
-    """Last iteration whose step these parameters have taken."""
+    """Last iteration with a step included in these parameters; 0 for none."""
     ready: int | None = None
-    """Iteration whose gradients are all reduced on this rank and still held."""
+    """Iteration of the reduced gradients in this rank's memory; None if there are none."""
     gradients: Gradients = field(init=False)
 
     def __post_init__(self) -> None:
         self.gradients = Gradients(dict(self.stage.named_parameters()), self.optimizer.parameters)
 
     def derive(self) -> None:
-        """Round the optimizer's float32 parameters (masters) to the parameters used in passes, where these differ.
+        """Round the optimizer's float32 parameters (masters) to the parameters used in forward and backward passes.
 
-        Call this after every change of the masters: equal masters then give equal parameters, bit for bit.
+        A float32 parameter is its own master and needs no rounding. Call this after every change of the masters: equal
+        masters then give equal parameters, bit for bit.
         """
         named = dict(self.stage.named_parameters())
         pairs = [(named[name], master) for name, master in self.optimizer.parameters.items()]
@@ -77,14 +79,14 @@ class State:
                 torch._foreach_copy_([parameter for parameter, _ in derived], [master for _, master in derived])
 
     def begin(self, buckets: Sequence[Bucket], rank: int) -> None:
-        """Reset the gradients for an iteration that sums them in `buckets`; none are ready."""
+        """Reset the gradients for an iteration that reduces them in `buckets`; `ready` becomes None."""
         if self.ready is not None and self.ready > self.stepped:
             self.gradients.release()  # the step was never taken, and abandoned sums may still write to them
         self.ready = None
         self.gradients.begin(buckets, rank, {name: self.share(spec) for name, spec in self.specs.items()})
 
     def release_used_gradients(self) -> None:
-        """Release gradients whose memory is needed, unless their step may still be taken."""
+        """Release the memory of gradients, unless their step may still be taken."""
         if self.ready != self.stepped + 1:
             self.gradients.release()
 
@@ -103,7 +105,7 @@ class State:
         return parameters.view(tensor, spec, self.holding.t, self.holding.tp, piece)
 
     def storages(self) -> Iterator[Tensor]:
-        """Yield every tensor of the state once, except gradients, which come with the first iteration."""
+        """Yield each tensor of the state once, except gradients, which are allocated by the first iteration."""
         for name, parameter in self.stage.named_parameters():
             tensors = self.optimizer.tensors(name)
             yield from tensors.values()
@@ -112,7 +114,8 @@ class State:
 
 
 def masters_of(stage: StageModule, existing: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Return the optimizer's float32 parameters: the stage's own if float32, else `existing` ones, else new ones."""
+    """Return the optimizer's float32 parameters by name: the stage's own ones if they are float32, otherwise those in
+    `existing`, otherwise new ones."""
     masters: dict[str, nn.Parameter] = {}
     for name, parameter in stage.named_parameters():
         if parameter.dtype == torch.float32:
@@ -125,7 +128,7 @@ def masters_of(stage: StageModule, existing: Mapping[str, nn.Parameter]) -> dict
 
 
 def extra_bytes(old: State | None, new: State | None) -> int:
-    """Return the bytes that holding both costs beyond the larger of the two, each tensor counted once."""
+    """Return the bytes that both states together need beyond the larger one. Each tensor is counted once."""
     sizes = {tensor.data_ptr(): tensor.nbytes for state in (old, new) if state for tensor in state.storages()}
     alone = [sum(tensor.nbytes for tensor in state.storages()) for state in (old, new) if state]
     return sum(sizes.values()) - max(alone, default=0)

@@ -1,9 +1,8 @@
-"""Carries out the moves of a transition: slices of parameters and moments from rank to rank, in bounded chunks.
+"""Carries out the moves of a transition: sends slices of parameters and moments from rank to rank, in bounded chunks.
 
-`resihp.parallelism.transfers` decides the senders and receivers, and both ends know them; only values travel. Moves go
-in one order that is equal on all ranks, a chunk at a time, over one communicator for each two ranks, which may be the
-plan's (`groups_for`). A chunk begins before the previous one is waited for; more are never in flight. Called by the
-engine; frees nothing.
+`resihp.parallelism.transfers` decides the senders and receivers, and both ends know them; only values are sent. Moves
+are carried out in one order that is equal on all ranks, chunk by chunk. Each pair of ranks uses one communicator, which
+may be the plan's own (`groups_for`). At most two chunks of a rank are in flight. Called by the engine; frees nothing.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from resihp.parallelism.transfers import Move
 from resihp.pipeline.program import GroupSpec
 
 CHUNK_BYTES = 16 << 20
-"""Bytes of state in one message. Beyond old and new state, a transition needs memory for a few of these."""
+"""Bytes of state in one message. In addition to old and new state, a transition needs memory for a few messages."""
 MAX_CHUNKS_IN_FLIGHT = 2
-"""Number of chunks of one rank that are in flight at once."""
+"""Maximum number of chunks in flight on one rank."""
 
 
 STATE_GROUP_PREFIX = "state/"
@@ -33,11 +32,11 @@ STATE_GROUP_PREFIX = "state/"
 
 
 def groups_for(moves: Sequence[Move], plan_groups: Sequence[GroupSpec]) -> dict[frozenset[int], GroupSpec]:
-    """Return, for each two ranks, the communicator by which they move state, in either direction.
+    """Return the communicator that each pair of ranks uses to move state, in both directions.
 
-    If the plan has a communicator of just these two ranks, it is used: it is idle before the plan is in effect, and
-    another one would take time to build and memory of a device that holds two states. Those between stages are left
-    out, since NCCL gives them few channels (`backends.EDGE_CTAS`).
+    If the plan has a communicator of exactly these two ranks, it is used: it is idle until the plan is in effect, while
+    another one would take time to build, and memory of a device that has two states. Communicators between stages are
+    not used, since NCCL gives them few channels (`backends.EDGE_CTAS`).
     """
     of_two = {frozenset(group.ranks): group for group in plan_groups if len(group.ranks) == 2 and group.use != "edge"}
     groups: dict[frozenset[int], GroupSpec] = {}
@@ -59,10 +58,10 @@ def move_state(
     observer: Observer,
     device: torch.device,
 ) -> int:
-    """Send this rank's slices from `old` and receive into `new`; return the number of bytes received.
+    """Send this rank's slices from `old` and receive slices into `new`. Return the number of bytes received.
 
-    `groups` are those of `groups_for`.
-    Raises CommunicatorError when a peer is lost or the rank was woken; `old` is never changed.
+    `groups` is the result of `groups_for`. Raises CommunicatorError if a peer is lost or the rank is woken; `old` is
+    never changed.
     """
     received = 0
     under_way: deque[tuple[PendingWork, Tensor, list[Tensor]]] = deque()
@@ -92,7 +91,8 @@ def move_state(
 
 
 def copy_kept(old: State, new: State) -> None:
-    """Copy the retained slices of parameters whose share has changed. Shared tensors need no copy."""
+    """Copy the slices that stay on this rank from `old` to `new`, if the rank's share of the parameter has changed.
+    Shared tensors need no copy."""
     for name, spec in new.specs.items():
         if name not in old.specs or old.optimizer.parameters[name] is new.optimizer.parameters[name]:
             continue
@@ -106,7 +106,7 @@ def copy_kept(old: State, new: State) -> None:
 
 
 def _chunks(move: Move, state: State, specs: Mapping[str, ParameterSpec]) -> Iterator[list[Tensor]]:
-    """Yield views of a move's tensors in the order in which they travel, in chunks that are equal at both ends."""
+    """Yield views of a move's tensors in the order of their transfer, in chunks that are equal at both ends."""
     chunk: list[Tensor] = []
     filled = 0
     for piece in move.slices:
@@ -122,7 +122,8 @@ def _chunks(move: Move, state: State, specs: Mapping[str, ParameterSpec]) -> Ite
 
 
 def _cut(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield pieces of at most a chunk's size, along the longest axis; equal at both ends, as the shape is."""
+    """Yield pieces of at most `CHUNK_BYTES`, cut along the longest axis. Both ends know the shape, so their pieces are
+    equal."""
     if tensor.nbytes <= CHUNK_BYTES:
         yield tensor
         return

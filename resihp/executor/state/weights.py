@@ -1,10 +1,12 @@
-"""Splits the backward pass of a stage: B computes input gradients at once, W the weight gradients later (zero bubble).
+"""Splits the backward pass of a stage: B computes input gradients at once, W computes weight gradients later (zero
+bubble).
 
-No peer is needed for weight gradients and none waits for them, so a schedule may put them where a rank would idle (Qi
-et al., 2024). The plan's order of primitives decides when; this module only makes it possible. Gradients of biases,
-norms and embeddings are small and stay in B.
+No peer is needed for weight gradients, and none waits for them, so a schedule may place them where a rank would idle
+(Qi et al., 2024). Gradients of biases, norms and embeddings are small and stay in B. This module never decides when W
+runs: the plan's order of primitives does.
 
-A stage passes its megatron linear layers to `DeferredWeights.take` when it is built; the interpreter calls the rest.
+A stage passes its megatron linear layers to `DeferredWeights.take` when it is built; the interpreter calls the other
+methods.
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ from torch import Tensor, nn
 from resihp.executor.tensor_group import TensorGroup
 
 Queued = tuple[Tensor, Tensor, Tensor]
-"""A weight [out, in], its layer's inputs [N, in], and the gradient of the layer's output [N, out]."""
+"""Inputs of one weight gradient: weight [out, in], inputs of its layer [N, in], gradient of the layer's output [N,
+out]."""
 
 
 class DeferredWeights:
-    """Weight gradients of one stage that are still to be computed, by the key they were collected under.
+    """Queues of weight gradients of one stage that are not computed yet, by key.
 
-    A key stands for one backward chunk. Its queue keeps the chunk's activations alive until `finish`.
+    A key identifies one backward pass of a chunk. Its queue keeps the chunk's activations in memory until `finish`.
     """
 
     def __init__(self) -> None:
@@ -36,14 +39,15 @@ class DeferredWeights:
         self._open: list[Queued] | None = None
 
     def take(self, module: nn.Module) -> None:
-        """Split the backward pass of all megatron linear layers in `module`, from now on, while collecting."""
+        """Make the backward pass of all megatron linear layers in `module` splittable: inside `collecting`, it queues
+        weights."""
         for linear in module.modules():
             if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
                 linear._forward_impl = partial(_multiply, self)
 
     @contextmanager
     def collecting(self, key: Hashable) -> Iterator[None]:
-        """Queue the weight gradients of `output.backward(gradient)`, run in the block, under the new `key`."""
+        """Queue the weight gradients of a backward pass in the block under the new `key`."""
         assert self._open is None, "one backward chunk at a time"
         assert key not in self._queues, f"{key} is still to be finished"
         self._open = self._queues[key] = []
@@ -53,9 +57,10 @@ class DeferredWeights:
             self._open = None
 
     def finish(self, key: Hashable) -> None:
-        """Add the weight gradients queued under `key` to each weight's `main_grad`, freeing inputs along the way.
+        """Compute the weight gradients queued under `key`, add them to each weight's `main_grad`, and free inputs along
+        the way.
 
-        Waits for no peer. Raises KeyError for a key that nothing was collected under.
+        Waits for no peer. Raises KeyError for an unknown key.
         """
         queue = self._queues.pop(key)
         with torch.no_grad():
@@ -68,7 +73,7 @@ class DeferredWeights:
         self._queues.clear()
 
     def put(self, weight: Tensor, inputs: Tensor, gradient: Tensor) -> bool:
-        """Queue a weight's gradient if collecting; otherwise return False, and the caller computes it itself."""
+        """Queue a weight gradient inside `collecting`. Otherwise return False; the caller then computes it itself."""
         if self._open is None:
             return False
         self._open.append((weight, inputs, gradient))
@@ -85,17 +90,18 @@ def _multiply(
     tp_group: TensorGroup | None = None,
     **_: Any,
 ) -> Tensor:
-    """Replacement for `_forward_impl` of one linear layer, with megatron's arguments."""
+    """Replaces `_forward_impl` of one linear layer, with megatron's arguments."""
     output: Tensor = _Linear.apply(input, weight, bias, allreduce_dgrad, sequence_parallel, tp_group, deferred)
     return output
 
 
 class _Linear(torch.autograd.Function):
-    """input [N, 1, in] -> [N, 1, out], with a split backward pass if weights are being collected at that time.
+    """Linear layer, input [N, 1, in] -> [N, 1, out]; its backward pass is split while weight gradients are being
+    collected.
 
-    Equivalent to megatron's own function, which cannot be split and under sequence parallelism (input [N/tp, 1, in])
-    requires CUDA and a global buffer: input gradients are exchanged while those of weights are computed. A split pass
-    keeps the gathered input from B until W, so that W waits for no peer.
+    Equivalent to megatron's own function, which cannot be split, and which under sequence parallelism (input [N/tp, 1,
+    in]) requires CUDA and a global buffer. Input gradients are exchanged while weight gradients are computed. A split
+    backward pass keeps the gathered input from B until W, so that W waits for no peer.
     """
 
     @staticmethod
@@ -142,7 +148,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_gradient(weight: Tensor, inputs: Tensor, gradient: Tensor) -> Tensor | None:
-    """Return a weight's gradient; None if it was added to the weight's `main_grad`, as by megatron's fused kernel."""
+    """Return a weight's gradient; None if it was added to the weight's `main_grad`, as megatron's fused kernel does."""
     main: Tensor | None = getattr(weight, "main_grad", None)
     if main is None:
         return gradient.flatten(0, -2).t().matmul(inputs.flatten(0, -2))
@@ -159,14 +165,16 @@ def _add_gradient(main: Tensor, inputs: Tensor, gradient: Tensor) -> None:
 
 
 _refused_dtypes: set[torch.dtype] = set()
-"""Precisions for which this torch cannot add a product to a float32 sum."""
+"""Types for which this torch cannot add a product to a float32 sum."""
 
 
 def _add_unrounded(main: Tensor, first: Tensor, second: Tensor) -> bool:
-    """Add first @ second to `main`, in float32, without rounding the product before; return False if torch cannot.
+    """Add first @ second to `main` in float32, without rounding the product first; return False if torch cannot do
+    this.
 
-    This takes one kernel instead of two, and no memory for the product. Builds differ: some have no `out_dtype`, and
-    some require the sum in the factors' precision; all raise before they start. Only on GPUs, and not run on one.
+    This takes one kernel instead of two, and no memory for the product. Some builds of torch lack `out_dtype`; others
+    require the sum to have the precision of the factors. All of them raise before they change `main`. Only on GPUs; not
+    yet run on a GPU.
     """
     if first.dtype in _refused_dtypes:
         return False

@@ -1,5 +1,5 @@
-"""A worker under a supervisor: it follows orders, and reports what it did and measured.
+"""A worker under a supervisor: carries out orders, and reports progress and measurements.
 
-`worker` is the training loop; `saving` writes the rank's part of checkpoints; `probe` measures devices and links;
-`activities` are what the rank reports that it is doing. Imports torch.
+`worker` is the training loop. `saving` writes the rank's part of checkpoints. `probe` measures devices and links.
+`activities` sets the activity that heartbeats report. Imports torch.
 """

@@ -1,6 +1,6 @@
-"""The activity that a rank reports with its heartbeats.
+"""Sets the activity that a rank reports with its heartbeats.
 
-Sets it for a while. Never decides what an activity means: the supervisor does. Called by the modules beside this one.
+Never interprets an activity: the supervisor does. Called by the other modules of this package.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from resihp.protocol import client as agent
 
 @contextmanager
 def during(client: agent.AgentClient, activity: agent.Activity) -> Iterator[None]:
-    """Report `activity` until the end of the block, and then the one before it."""
+    """Report `activity` until the end of the block, then the previous activity again."""
     before, client.activity = client.activity, activity
     try:
         yield

@@ -1,13 +1,14 @@
-"""Measures a device: does it compute correctly, and how fast? Short examinations while the rank runs no iteration.
+"""Measures a device: checks that it computes correctly, and measures its speed, while the rank runs no iteration.
 
-Correctness is decided here (`examine`). Whether a speed is high or low, compared with peers and the past, is decided by
-the detector (`resihp.detector.probes`). Times are the device's own, as in `stopwatch`: on a CPU the thread's processor
-time, so that waiting for a core does not make it look slow. Other processes still take caches and memory bandwidth, and
-can halve a measured speed, so one measurement decides nothing (`resihp.controller.probing.second_looks`). A GPU is
-measured warm and on random numbers: cold clocks are slow, and ones and zeros draw too little power to be representative
-of training. The GPU part has not been run, for lack of a GPU.
+This module decides about correctness (`examine`). It never decides about a speed: the detector compares it with those
+of peers and of the past (`resihp.detector.probes`). Times are the device's own, as in `stopwatch`; on a CPU that is the
+thread's processor time, so that waiting for a core does not make the device look slow. Other processes still take
+caches and memory bandwidth, and can halve a measured speed, so one measurement decides nothing
+(`resihp.controller.probing.second_looks`). A GPU is measured warm and with random numbers: clocks of a cold GPU are
+slow, and ones and zeros draw less power than training does. The GPU part has not been run, for lack of a GPU.
 
-A probe may interrupt training, when the device's memory may be full. That yields no verdict about the device.
+A probe may interrupt training, when the device's memory may be full. Full memory says nothing about the device's
+health. Called by `worker`.
 """
 
 from __future__ import annotations
@@ -35,24 +36,27 @@ MATRIX_SEED = 20260507
 
 GEMM_SIZE = {"cpu": 256, "cuda": 8192}
 COPIED_BYTES = {"cpu": 32 << 20, "cuda": 128 << 20}
-"""Larger than any cache. With the matrices, a GPU needs 0.6 GiB, even when training fills it."""
+"""Size of the copied buffer by device type, larger than any cache. Together with the matrices, a GPU needs 0.6 GiB,
+also while training fills its memory."""
 LINK_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
-"""About as much as one stage sends to another: bandwidth dominates, and latency between GPUs of a node still shows."""
+"""Size of the buffer sent over a link, by device type: about the size of a transfer between stages. Bandwidth
+dominates, but latency between GPUs of a node is still visible."""
 WARM_UP_S = 0.1
-"""Duration of work before a GPU is measured, after which its clocks have risen."""
+"""Seconds of work before a GPU is measured, so that its clocks have risen."""
 REPEAT_COUNT = 8
 REPEATS_PER_TURN = 2
-"""Repetitions of one work in a row."""
+"""Number of repetitions of one kind of work in a row."""
 LINK_REPEAT_LIMITS = (3, 50)
-"""Fewest and most repetitions; between them, as many as fit into `LINK_S`. CPUs may be busy with other work, too."""
+"""Minimum and maximum number of repetitions; in between, as many as fit into `LINK_S`. CPUs may be busy with other
+work."""
 LINK_S = 0.2
 ANNOUNCED_TIMEOUT_S = 2.0
-"""Time limit for the peer of a link probe announced for a certain iteration; training waits meanwhile."""
+"""Seconds to wait for the peer in a link probe between two iterations; training waits meanwhile."""
 
 
 def examine(device: torch.device) -> None:
-    """Multiply matrices twice on the device and compare with the CPU's result. Raises DeviceError if it is wrong; a
-    device without free memory is not judged."""
+    """Multiply two matrices twice on the device, and compare with the result of the CPU. Raises DeviceError if a result
+    is wrong. Does nothing if the device's memory is full."""
     generator = torch.Generator().manual_seed(MATRIX_SEED)
     first, second = (torch.randn(EXAMINED_SIZE, EXAMINED_SIZE, generator=generator) for _ in range(2))
     expected = first.double() @ second.double()
@@ -69,7 +73,7 @@ def examine(device: torch.device) -> None:
 
 
 def measure(request: m.Probe, rank: int, engine: Engine, rendezvous: MeetingPlace) -> m.Probed:
-    """Answer a probe; errors are reported in the answer."""
+    """Carry out a probe and return the answer. Errors are part of the answer."""
     began = time.perf_counter()
     speed, error, untried, missed = m.Speed(), "", "", ""
     transfers: tuple[m.Transfer, ...] = ()
@@ -97,12 +101,12 @@ def measure(request: m.Probe, rank: int, engine: Engine, rendezvous: MeetingPlac
 
 
 class DeviceFullError(Exception):
-    """The device has no memory to measure in, which is not its fault."""
+    """The device's memory is too full for a measurement, which does not mean that the device is faulty."""
 
 
 @contextmanager
 def _classified_errors(device: torch.device) -> Iterator[None]:
-    """Raise the block's errors as DeviceError, or as DeviceFullError if the device has no memory left."""
+    """Raise RuntimeErrors in the block as DeviceError, or as DeviceFullError if the device's memory is full."""
     try:
         yield
     except RuntimeError as error:
@@ -112,7 +116,7 @@ def _classified_errors(device: torch.device) -> Iterator[None]:
 
 
 def device_speed(device: torch.device, speed: Speed) -> m.Speed:
-    """Measure the throughput of a matrix product and of memory copies. Raises DeviceError, and DeviceFullError."""
+    """Measure the throughput of a matrix product and of memory copies. Raises DeviceError and DeviceFullError."""
     size, count = GEMM_SIZE[device.type], COPIED_BYTES[device.type]
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     with _classified_errors(device):
@@ -125,7 +129,8 @@ def device_speed(device: torch.device, speed: Speed) -> m.Speed:
 
 
 def hardware(device: torch.device) -> str:
-    """Return the model of a device, and for a CPU its number of threads. Only equal ones are comparable."""
+    """Return the model name of a device; for a CPU also the number of threads. Only speeds with equal names are
+    comparable."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -137,10 +142,11 @@ def hardware(device: torch.device) -> str:
 
 
 def _fastest(device: torch.device, speed: Speed, *works: Callable[[], object]) -> tuple[float, ...]:
-    """Return the seconds of each work's fastest repetition on a warm device; slower ones are due to other processes.
+    """Return, for each kind of work, the seconds of its fastest repetition on a warm device.
 
-    The works take turns, so that each is spread over the whole time: a neighbour that is busy for part of it does not
-    affect all repetitions of one work. The first repetition of a turn finds the caches filled by the other work.
+    Slower repetitions are due to other processes. The kinds of work take turns, so that each is spread over the whole
+    time: a neighbour that is busy for part of the time does not affect all repetitions of one kind. In the first
+    repetition of a turn, the caches contain data of the other kind.
     """
     began = time.perf_counter()
     works[0]()
@@ -155,7 +161,7 @@ def _fastest(device: torch.device, speed: Speed, *works: Callable[[], object]) -
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """Return the duration of a work in the device's own time."""
+    """Return the duration of `work` in seconds of the device's own time."""
     if device.type == "cuda":
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
@@ -171,8 +177,10 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
 def measure_links(
     request: m.Probe, rank: int, engine: Engine, rendezvous: MeetingPlace, called_off: Callable[[], bool]
 ) -> m.Probed:
-    """Answer a probe of links that was announced for this point between two iterations. The plan's communicators stay;
-    errors are reported in the answer."""
+    """Carry out a link probe that was announced for this point between two iterations, and return the answer.
+
+    The plan's communicators stay open. Errors are part of the answer.
+    """
     began = time.perf_counter()
     transfers: tuple[m.Transfer, ...] = ()
     missed = ""
@@ -197,9 +205,11 @@ def link_times(
     patience_s: float | None = None,
     called_off: Callable[[], bool] = lambda: False,
 ) -> tuple[m.Transfer, ...]:
-    """Measure the links to one peer after the other by all-reduces; pairs of one round have their links to themselves.
+    """Measure this rank's links one after the other by all-reduces with one peer. No other pair of a round shares a
+    rank with this pair.
 
-    Raises CommunicatorError when a peer does not come, and DeviceFullError, before any meeting, if this device is full.
+    Raises CommunicatorError if a peer does not arrive, and DeviceFullError, before any rendezvous, if this device's
+    memory is full.
     """
     mine = [(round_, pair) for round_, pairs in enumerate(request.pairs) for pair in pairs if rank in pair]
     if not mine:
@@ -217,9 +227,11 @@ def link_times(
 
 
 def _transfer_s(channel: Channel, buffer: torch.Tensor) -> float:
-    """Return the seconds of an all-reduce of a buffer with a peer: the lower quartile of several, since slower ones are
-    due to other traffic. On shared CPUs, where most may be disturbed, the fastest. Slow links get fewer repetitions;
-    both ends agree on the number."""
+    """Return the seconds of an all-reduce of a buffer with a peer.
+
+    The result is the lower quartile of several repetitions, since other traffic makes some slower. On shared CPUs it is
+    the fastest, since most may be disturbed. A slow link gets fewer repetitions; both ends agree on the number.
+    """
     device = buffer.device
 
     def exchange(tensor: torch.Tensor) -> float:

@@ -1,6 +1,6 @@
-"""A rank's part of checkpoints: written beside the training, and reported to the supervisor.
+"""Writes a rank's part of checkpoints while training continues, and reports it to the supervisor.
 
-Decides when this rank writes: after a step that is due, or when the supervisor asked for it. Never decides whether a
+Decides when this rank writes: after a step that is due, or on an order of the supervisor. Never decides whether a
 checkpoint is complete. Called by `worker`.
 """
 
@@ -19,7 +19,8 @@ from resihp.worker import checkpoints
 
 
 class PartSaver:
-    """Writes this rank's part of each checkpoint of a job of `iterations`, one checkpoint every `interval` of them."""
+    """Writes this rank's part of each checkpoint: one every `interval` iterations, and one after the last of
+    `iterations`."""
 
     def __init__(self, client: agent.AgentClient, engine: Engine, iterations: int, folder: Path, interval: int) -> None:
         self._client = client
@@ -30,26 +31,26 @@ class PartSaver:
         self._interval = interval
         self._writer = checkpoint.Writer()
         self._requested = self._completed = 0
-        """Number of the checkpoint order that was last passed on to the other ranks, and of the last completed one."""
+        """Number of the last checkpoint order passed on to other ranks, and number of the last one completed."""
 
     def is_busy(self) -> bool:
         """Return whether the previous checkpoint is still being written."""
         return self._writer.busy
 
     def is_asked(self) -> bool:
-        """Return whether this rank must tell the others to write a checkpoint of the current iteration."""
+        """Return whether this rank must tell the other ranks to write a checkpoint of the current iteration."""
         self._requested = self._client.save_number
         return self._requested > self._completed
 
     def after_step(self, plan: Plan, iteration: int, outcome: m.StepOutcome) -> None:
-        """Begin to write a checkpoint of `iteration`, if it is due or a rank was asked for it."""
+        """Start writing a checkpoint of `iteration`, if it is due or was ordered on any rank."""
         if outcome.save or checkpoints.is_due(self._interval, iteration, self._iterations):
             self._save(plan, iteration, outcome.saving)
         if outcome.save and not outcome.saving:
             self._completed = self._requested
 
     def save_parked(self, plan: Plan, replica: int) -> None:
-        """Write the part that this rank has of `replica`, while all ranks are parked."""
+        """Write this rank's part of the checkpoint by `replica`, while all ranks are parked."""
         engine, began = self._engine, time.perf_counter()
         with during(self._client, "checkpoint"):
             self._writer.wait()
@@ -58,9 +59,10 @@ class PartSaver:
         self._report(plan, engine.stepped, file, size, began)
 
     def _save(self, plan: Plan, iteration: int, saving: bool) -> None:
-        """Begin to write this rank's part of a checkpoint, while training continues (except after the last iteration).
+        """Start writing this rank's part of a checkpoint while training continues; after the last iteration, write it
+        at once.
 
-        While `saving`, the previous checkpoint is still being written by some rank, and all ranks skip this one.
+        `saving` means that some rank is still writing the previous checkpoint; all ranks then skip this one.
         """
         if self._rank not in plan.layout.model_copy(0).ranks:
             return

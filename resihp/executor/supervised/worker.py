@@ -1,7 +1,8 @@
-"""The training loop of a worker under a supervisor: it follows orders, and observes its iterations for the detector.
+"""The training loop of a worker under a supervisor: carries out orders, and measures iterations for the detector.
 
-Owns the sequence of steps (plan, communicators, iterations, step, report, park). `engine.Engine` computes an iteration,
-and `protocol.client` talks to the supervisor. Never decides about failures. Called by `resihp.executor.trainer`.
+Determines the sequence of steps (plan, communicators, iterations, step, report, park). `engine.Engine` computes an
+iteration, and `protocol.client` communicates with the supervisor. Never decides about failures. Called by
+`resihp.executor.trainer`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from resihp.protocol import messages as m
 
 
 class SupervisedWorker:
-    """One worker under a supervisor: follows its orders, and observes its own iterations for it."""
+    """One worker under a supervisor: carries out orders, and reports measurements of its iterations."""
 
     def __init__(
         self,
@@ -50,15 +51,15 @@ class SupervisedWorker:
         self._saver = PartSaver(client, engine, iterations, folder, checkpoint_every)
         self._proposal: m.Propose | None = None
         self._plan: Plan | None = None
-        """The plan that this rank carries out, or is about to."""
+        """The plan that this rank carries out, or is about to; None before the first."""
         self._go_ahead: m.Go | None = None
-        """Order that this rank has acknowledged; it waits for the acknowledgements of all others."""
+        """The order that this rank has acknowledged, until `Begin` arrives; otherwise None."""
         self._held: dict[int, Plan] = {}
-        """Plans, by epoch, under which this rank holds state."""
+        """Plans for which this rank has state, by epoch."""
         self._outcome: m.StepOutcome | None = None
-        """Outcome of the last step this rank took."""
+        """Outcome of the last step of this rank; None before the first."""
         self._evaluated = 0
-        """Last iteration whose evaluation was on record when the plan took effect; the same on all ranks."""
+        """Last iteration with an evaluation in the journal when the plan took effect; equal on all ranks."""
         self._waits = DeviceWaits(lambda: mark_on(engine.device))
 
     def run(self) -> None:
@@ -72,7 +73,7 @@ class SupervisedWorker:
         client.arm(self._absent)
         if client.start.joins:
             probe.examine(engine.device)
-            engine.warm()  # before other ranks wait for it
+            engine.warm()  # now, since later other ranks would wait for this rank
         client.declare(
             m.Declare(
                 model=engine.model,
@@ -113,7 +114,7 @@ class SupervisedWorker:
     # --- orders -----------------------------------------------------------------------------------------------
 
     def _consider(self, proposal: m.Propose) -> None:
-        """Check a plan and answer; nothing changes yet."""
+        """Check a proposed plan, and answer with `Confirm` or `Object`. Nothing else changes."""
         plan, start = proposal.plan, self._client.start
         if self._engine.wires is not None:
             self._engine.wires.nodes.update(proposal.nodes)
@@ -134,22 +135,22 @@ class SupervisedWorker:
         try:
             self.enter("park")
         except CommunicatorError:
-            return  # overtaken by a newer epoch, whose order to park is next in the queue
+            return  # superseded: an order to park for a newer epoch is next in the queue
         self._client.send(
             m.Parked(
                 epoch=park.epoch,
                 holds=engine.holds,
-                stepped=max(engine.stepped, self._resume_from),  # a checkpoint not yet loaded can still be loaded
+                stepped=max(engine.stepped, self._resume_from),  # this rank can still load the checkpoint
                 outcome=self._outcome,
                 ready=engine.ready == engine.stepped + 1,
             )
         )
 
     def _go(self, go: m.Go) -> None:
-        """Build the new plan's state and communicators beside the present ones, move state, acknowledge."""
+        """Build the new plan's state and communicators beside the present ones, move state, and answer with `Ready`."""
         proposal, client, engine = self._proposal, self._client, self._engine
         if proposal is None or proposal.plan.epoch != go.epoch or client.park_asked(go.epoch):
-            return  # overtaken by a newer epoch, whose order to park is next in the queue
+            return  # superseded: an order to park for a newer epoch is next in the queue
         plan = self._plan = proposal.plan
         self._held = {epoch: old for epoch, old in self._held.items() if epoch in engine.holds} | {plan.epoch: plan}
         client.epoch, client.iteration = go.epoch, go.next_iteration
@@ -182,7 +183,8 @@ class SupervisedWorker:
         )
 
     def _fetch_state(self, proposal: m.Propose, go: m.Go) -> int:
-        """Complete the state under the new plan, from peers or from the checkpoint; return the bytes received."""
+        """Complete the state under the new plan, from other ranks or from the checkpoint. Return the number of bytes
+        received."""
         engine = self._engine
         if proposal.base is not None:
             self.enter("transfer")
@@ -200,7 +202,7 @@ class SupervisedWorker:
         return 0
 
     def _begin(self, begin: m.Begin) -> None:
-        """Put the plan into effect: release state that only the previous layout needed, and train on."""
+        """Put the plan into effect: release the state that only the previous layout needed, and train."""
         go, client = self._go_ahead, self._client
         if go is None or go.epoch != begin.epoch:
             return
@@ -221,7 +223,7 @@ class SupervisedWorker:
             self._client.send(m.Stuck(epoch=epoch, error=str(error)))
 
     def _finish(self, finish: m.StepOutcome | None) -> None:
-        """Take the step that other ranks took before the failure, with their coefficients."""
+        """Take a step that other ranks took before the failure, with the outcome that they used."""
         engine = self._engine
         if finish is not None and engine.stepped == finish.iteration - 1 and engine.ready == finish.iteration:
             engine.step(finish)
@@ -264,14 +266,17 @@ class SupervisedWorker:
             self._measure_links(plan, outcome)
             self._saver.after_step(plan, iteration, outcome)
             if outcome.pause and iteration < self._iterations:
-                return  # all ranks do; the order to park has arrived or is on its way
+                return  # all ranks pause; the order to park has arrived or is in flight
         client.iteration = self._iterations + 1
         self._evaluate(plan, self._iterations)
         client.activity = "idle"
         client.send(m.Finished(iteration=self._iterations))
 
     def _evaluate(self, plan: Plan, iteration: int) -> None:
-        """Compute the loss of the weights after `iteration`, if due, as part of the attempt at the next iteration."""
+        """Compute and report the loss of the weights after `iteration`, if an evaluation is due.
+
+        This is part of the attempt at the next iteration.
+        """
         client, evaluation = self._client, self._engine.evaluation
         if evaluation is None or iteration <= self._evaluated or not evaluation.is_due(iteration, self._iterations):
             return
@@ -280,13 +285,15 @@ class SupervisedWorker:
         client.send(m.Evaluated(epoch=plan.epoch, iteration=iteration, loss=loss, tokens=tokens))
 
     def _answer_probes(self) -> None:
-        """Measure the device, and the links if all ranks are parked; a failed measurement is also an answer."""
+        """Carry out all pending probes, including links if all ranks are parked. A failed measurement is reported as
+        well."""
         while (request := self._client.due_probe()) is not None:
             with during(self._client, "compute"):
                 self._client.send(probe.measure(request, self._rank, self._engine, self._rendezvous))
 
     def _measure_links(self, plan: Plan, outcome: m.StepOutcome) -> None:
-        """Measure links at the iteration announced to both ends; skip if it is past or all ranks are about to park.
+        """Carry out the link probes announced for this iteration. Decline if the iteration is past or all ranks are
+        about to park.
 
         This precedes all other work that only some ranks do between two iterations, so that no rank is late.
         """
@@ -305,7 +312,8 @@ class SupervisedWorker:
             self._client.send(m.Probed(probe=request.probe, missed="does not train now"))
 
     def _save_parked(self, save: m.Save) -> None:
-        """Write a checkpoint before the job ends: the state under the plan in effect, after the step that counts."""
+        """Write a checkpoint while parked, of the state under the plan in effect, after completing the committed
+        step."""
         engine, plan = self._engine, self._held.get(save.epoch)
         if plan is None or save.epoch not in engine.holds:
             return
@@ -316,7 +324,8 @@ class SupervisedWorker:
             self._saver.save_parked(plan, save.replica)
 
     def _absent(self, fault: Fault) -> bool:
-        """Return whether a fault's target has no work now, so that the first rank to reach the moment replaces it."""
+        """Return whether a fault's target has no work now. If so, the first rank that reaches the fault's phase
+        replaces it."""
         if self._plan is None:
             return False
         nodes = self._client.start.nodes

@@ -1,6 +1,7 @@
-"""Invariants of a job's start: no rank is left out without a reason, and no job ends that could have begun.
+"""Invariants of a job's start: no rank is left out without a reason, and no job ends although it could have begun.
 
-It checks the first plan, and the end of a job without a plan. Called by `rules` and by the invariants of endings.
+Checks the first plan, and the end of a job without a plan. Never looks at later plans. Called by `rules` and by the
+invariants of endings.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_beginning(rules: Rules, plan: Plan) -> None:
-    """Check that ranks missing from the first plan are in a failure, or came too late for it."""
+    """Check that each rank missing from the first plan is part of a failure, or came too late for the plan."""
     record = rules.world.record
     for rank in range(len(rules.world.workers)):
         worker = rules.world.workers[rank]
@@ -32,7 +33,7 @@ def check_beginning(rules: Rules, plan: Plan) -> None:
 
 
 def healthy_devices(rules: Rules) -> int:
-    """Return the number of devices with which a job could begin because their nodes and processes are healthy."""
+    """Return the number of devices with which a job could begin, because node and process are healthy."""
     blocked = dict(rules.world.scenario.spawns)
     return sum(
         worker.alive and not (worker.frozen or worker.fenced or worker.raised or worker.stumbles)
@@ -44,13 +45,13 @@ def healthy_devices(rules: Rules) -> int:
 
 
 def check_never_began(rules: Rules, end: api.End) -> None:
-    """Check that no job ends at its start although it had enough devices to begin."""
+    """Check that a job that ends at its start had too few devices to begin."""
     scenario, healthy = rules.world.scenario, healthy_devices(rules)
     wide = scenario.odd_declare is not None or scenario.early_exit is not None
     hopeless = scenario.planner == "real" and "no layout fits" in end.reason
     hopeless = hopeless or scenario.planner_trouble > 0 or "no agent reconnected" in end.reason
     whole = rules.world.scenario.nodes * rules.world.scenario.gpus_per_node
-    unfit = end.exit_code == 2 and healthy == whole  # no device is missing: the request cannot be met
+    unfit = end.exit_code == 2 and healthy == whole  # no device is missing, but no layout meets the request
     if wide or hopeless or unfit or (end.exit_code == 93 and is_script_broken(rules)):
         return
     least = rules.world.settings.devices_least
@@ -58,7 +59,7 @@ def check_never_began(rules: Rules, end: api.End) -> None:
 
 
 def is_script_broken(rules: Rules) -> bool:
-    """Return whether half of the ranks raised an error, as in a broken script."""
+    """Return whether at least half of the ranks raised an error, as in a broken script."""
     first = [worker for worker in rules.world.workers.values() if not worker.joins]
     raised = [worker for worker in first if worker.raised]
     return 2 * len(raised) >= len(first)

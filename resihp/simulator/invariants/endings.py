@@ -1,6 +1,6 @@
-"""Invariants of a job's end: its last journal entry, its exit code, and the state that it gives up.
+"""Invariants of a job's end: its last journal entry, its exit code, and the state that is lost with it.
 
-It checks the end once it is decided. The end of a job that was asked to stop is checked by `stopping`. Called by
+Checks the end when it is decided. Never checks the end of a job that was asked to stop: `stopping` does. Called by
 `rules`.
 """
 
@@ -32,7 +32,7 @@ def check_end(rules: Rules) -> None:
 
 
 def check_last_entry(rules: Rules, end: api.End) -> None:
-    """Check that the journal ends with the one entry of the job's end, and that this entry is right."""
+    """Check that the last journal entry is the only one of the job's end, and that its contents are right."""
     code = end.exit_code
     ended = [entry for _, entry in rules.world.entries if isinstance(entry, JobEnded)]
     expect(len(ended) == 1, f"{len(ended)} ends in the journal")
@@ -44,7 +44,7 @@ def check_last_entry(rules: Rules, end: api.End) -> None:
 
 
 def check_exit_code(rules: Rules, end: api.End) -> None:
-    """Check that the exit code is the right one for the course of the job."""
+    """Check that the exit code fits the course of the job."""
     scenario, code = rules.world.scenario, end.exit_code
     if code == 2:
         unwilling = (scenario.objects, scenario.other_digest) != (None, None)
@@ -72,7 +72,7 @@ def unfired_faults(rules: Rules) -> list[Fault]:
 
 
 def check_success(rules: Rules, end: api.End) -> None:
-    """Check that all iterations, evaluations and faults are done, and that workers have left or were given the time."""
+    """Check that all iterations, evaluations and faults are done, and that workers have left or had enough time to."""
     world, iterations = rules.world, rules.world.scenario.iterations
     unfired = unfired_faults(rules)
     expect(rules.committed >= iterations, f"ends with 0 after {rules.committed} of {iterations}")
@@ -90,7 +90,7 @@ def check_success(rules: Rules, end: api.End) -> None:
 
 
 def check_late_failure(rules: Rules, end: api.End) -> None:
-    """Check that a job that fails after its last iteration has a worker that failed late, or names each fault that did
+    """Check a job that fails after its last iteration: a worker failed late, or the reason names each fault that did
     not fire."""
     unfired = unfired_faults(rules)
     done = rules.committed >= rules.world.scenario.iterations
@@ -106,8 +106,7 @@ def check_late_failure(rules: Rules, end: api.End) -> None:
 
 
 def check_too_few(rules: Rules, end: api.End) -> None:
-    """Check the end without enough nodes: Slurm requeues the job if that adds a checkpoint, or restarts are
-    left."""
+    """Check an end for lack of nodes. Slurm requeues the job if it has saved a checkpoint or has restarts left."""
     scenario = rules.world.scenario
     saved = rules.world.controller.job.checkpointed > 0
     again = scenario.slurm and scenario.may_requeue and (saved or scenario.restarts_left > 0)
@@ -117,7 +116,7 @@ def check_too_few(rules: Rules, end: api.End) -> None:
 
 
 def is_lost(rules: Rules) -> bool:
-    """Return whether no agent is left, or a slice has no holder any more, or no plan was accepted."""
+    """Return whether the job cannot continue: no agent is left, some slice has no holder, or no plan was accepted."""
     able = {w.rank for w in rules.world.workers.values() if w.spawned and not rules.given_up(w)}
     if "no agent reconnected" in (rules.world.end.reason if rules.world.end else ""):
         nodes, is_stranger = rules.world.nodes.values(), rules.world.allocation.is_stranger
@@ -131,7 +130,7 @@ def is_lost(rules: Rules) -> bool:
 
 
 def with_work(rules: Rules) -> set[int]:
-    """Return the ranks that have work, or would have if the plan that was decided last took effect."""
+    """Return the ranks with work under the plan in effect, or under the plan that was decided last."""
     last = None if rules.plan is None or rules.plan.epoch in rules.refused else rules.plan
     plans = [rules.in_effect or rules.plan, last]
     return {rank for plan in plans if plan is not None for rank in rules.world.active_ranks(plan)}

@@ -1,7 +1,7 @@
-"""Invariants of journal entries: each kind is checked before it is written, and noted.
+"""Invariants of journal entries: each entry is checked and recorded before it is written.
 
-Plans and suspicions have modules of their own. The record that the journal adds up to is compared by `world`, not here.
-Called by `rules`.
+Plans and suspicions have modules of their own. Never compares the record with the journal: `world` does. Called by
+`rules`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def check_refusal(rules: Rules, entry: JoinRefused) -> None:
 
 
 def check_change(rules: Rules, entry: ChangeDecided) -> None:
-    """Check that the settings of the job allow a change of the plan while it trains."""
+    """Check that the job's settings allow a change of the plan during training."""
     observes = rules.world.scenario.observes
     if entry.tuned:
         expect(rules.world.settings.tune and not observes, f"{entry} without a request")
@@ -106,7 +106,7 @@ def check_change(rules: Rules, entry: ChangeDecided) -> None:
 
 
 def check_reconfiguration(rules: Rules, entry: Reconfigured) -> None:
-    """Check the figures of a transition against the reports of its ranks."""
+    """Check the times and bytes of a transition against the reports of its ranks."""
     expect(set(entry.failures) <= set(range(1, rules.failures + 1)), f"unknown failures in {entry}")
     expect(entry.attempts >= 1 and entry.seconds >= 0, f"impossible {entry}")
     built = rules.acknowledged.get(entry.epoch, {}).values()

@@ -1,6 +1,6 @@
-"""Invariants of ranks without work: they get work that exists for them, or copies of state that one rank holds.
+"""Invariants of ranks without work: they get available work, or copies of state that only one rank has.
 
-It asks the controller's own planner whether there is such work. It never changes the plan. Called by `rules` and by the
+Asks the controller's own planner whether there is work for them. Never changes the plan. Called by `rules` and by the
 invariants of entries.
 """
 
@@ -17,15 +17,19 @@ if TYPE_CHECKING:
     from resihp.simulator.rules import Rules
 
 MAX_IDLE_ITERATIONS = 6
-"""Number of iterations after which a newcomer must have been given work that exists for it."""
+"""Number of iterations within which a newcomer must get available work."""
 
 LONGEST_CHANGE_S = 15.0
-"""Remaining training time below which no change of layout is required any more: longer than any change takes here."""
+"""Remaining seconds of training below which a change of layout is no longer required; longer than any simulated
+change."""
 
 
 def check_newcomers(rules: Rules) -> None:
-    """Check that newcomers that have been ready for a while are in the plan, unless the planner has no work for
-    them, or the change was not worth an interruption and will be reconsidered."""
+    """Check that newcomers that have been ready for some iterations are in the plan.
+
+    They need not be if the planner has no work for them, or if the change was not worth an interruption and will be
+    reconsidered.
+    """
     assert rules.in_effect is not None
     if rules.world.stopping.is_on:
         return
@@ -43,16 +47,17 @@ def check_newcomers(rules: Rules) -> None:
     if scenario.slow or scenario.planner_trouble or scenario.checker_trouble:
         return  # a change that is not worth an interruption waits
     if job.reconsider and job.reconsider_at > rules.world.now:
-        return  # the pending question covers all ready ranks, regardless of its occasion
+        return  # the change to be reconsidered covers all ready ranks
     better = next_plan.best_while_running(job).plan
     unused = better.computing == rules.in_effect.computing
     expect(unused, f"ranks {sorted(idle)} have no work, though {better.layout} has some for them")
 
 
 def check_copies(rules: Rules) -> None:
-    """Check that state with one holder gets a second one within a few iterations if an idle live rank can hold it.
+    """Check that state with one holder gets a second holder within a few iterations, if an idle live rank can hold it.
 
-    Not near the end, when the remaining time would not pay for a change, nor after copies were refused.
+    This is not required near the end, when the remaining time would not pay for a change, nor after copies were
+    refused.
     """
     job, scenario = rules.world.controller.job, rules.world.scenario
     plan = job.record.plan

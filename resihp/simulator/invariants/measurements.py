@@ -1,6 +1,6 @@
-"""Invariants of devices that probes set aside: each is measured again in time.
+"""Invariants of devices on standby because of a probe: each is measured again in time.
 
-It notes the devices that are set aside and since when. It never probes anything. Called by `rules` and by the
+Records these devices, with the time since which each is on standby. Never probes a device. Called by `rules` and by the
 invariants of orders.
 """
 
@@ -17,21 +17,22 @@ if TYPE_CHECKING:
     from resihp.simulator.rules import Rules
 
 RECHECK_S = 2.0
-"""Allowed delay, in seconds, until a device that a probe set aside is measured again: it takes a tick, and a second if
-a measurement was in progress."""
+"""Tolerance, in seconds, for the time of the next probe of a device on standby: a tick, and a second if another
+measurement was in progress."""
 
 
 class SetAside(NamedTuple):
-    """A device on standby because of a probe's result."""
+    """A device on standby because of the result of a probe."""
 
     times: int
-    """Number of consecutive probes that found it unfit."""
+    """Number of consecutive probes that found the device unfit."""
     since: float
-    """Time of the last such probe, of the request for the next one, or of the start of training after it."""
+    """Time from which the wait for the next probe counts: the last probe, the request for the next probe, or a later
+    start of training."""
 
 
 def note_verdicts(rules: Rules, entry: AnyEntry) -> None:
-    """Note the devices that a probe sets aside, and how often in a row."""
+    """Record the devices that a probe puts on standby, and the number of consecutive times."""
     if isinstance(entry, PlanInEffect):
         wait_anew(rules, rules.set_aside)
     if not isinstance(entry, ProbesTaken) or entry.occasion == "suspicion":
@@ -52,8 +53,10 @@ def wait_anew(rules: Rules, devices: Iterable[Device]) -> None:
 
 
 def check_set_aside(rules: Rules) -> None:
-    """Check that no live device stands by for a probe beyond the time of the next one: 5 s after the first, twice
-    that after the second, and so on up to ten times `recheck_s`."""
+    """Check that each live device on standby because of a probe is probed again in time.
+
+    The next probe is due after 5 s, then after twice the previous time, up to ten times `recheck_s`.
+    """
     job = rules.world.controller.job
     if not job.training or rules.taking_over or rules.world.leaderless or rules.world.stopping.is_on:
         return

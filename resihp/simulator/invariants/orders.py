@@ -1,6 +1,6 @@
-"""Invariants of orders to workers: their sequence, their recipients, and the reasons for stopping the training.
+"""Invariants of orders to workers: their sequence, their recipients, and the reasons for stopping training.
 
-It checks each order before it is sent. Orders to write a checkpoint are checked by `stopping`. Called by `rules`.
+Checks each order before it is sent. Never checks orders to write a checkpoint: `stopping` does. Called by `rules`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from resihp.simulator.rules import Rules
 
 TransitionOrder = m.Park | m.Propose | m.Go | m.Begin
-"""The orders of a transition, which each rank receives in this sequence."""
+"""The orders of a transition. Each rank receives them in this sequence."""
 
 PAUSE_STEP, PARK_STEP, PROPOSE_STEP, GO_STEP, BEGIN_STEP = range(5)
-"""Steps of a transition in their sequence. PAUSE_STEP: the order to park after an iteration."""
+"""Steps of a transition in their sequence. PAUSE_STEP is the order to park after an iteration."""
 
 
 def check_order(rules: Rules, action: api.Order) -> None:
@@ -60,7 +60,7 @@ def check_order(rules: Rules, action: api.Order) -> None:
 
 
 def step_of(order: TransitionOrder) -> tuple[int, int]:
-    """Return the epoch of an order and its step in the transition."""
+    """Return the epoch of an order, and the order's step in the transition."""
     match order:
         case m.Park():
             return order.epoch, PAUSE_STEP if order.after_iteration else PARK_STEP
@@ -76,7 +76,7 @@ def check_park(rules: Rules, ranks: tuple[int, ...], order: m.Park) -> None:
     epoch, step = step_of(order)
     urged = step == PARK_STEP and all(rules.last_order.get(rank) == (epoch, PAUSE_STEP) for rank in ranks)
     rules.hurried = set(ranks) if urged else set()
-    if rules.world.takeovers:  # nodes that heard of a later epoch may have been left out by now
+    if rules.world.takeovers:  # nodes that received a later epoch may have been dropped since
         joined = [node.epoch for node in rules.world.nodes.values() if node.joined and not node.dropped]
         rules.highest_epoch = min(rules.highest_epoch, max([0, *rules.plans, *joined]))
     expect(epoch > rules.highest_epoch or urged, f"park for epoch {epoch} after epoch {rules.highest_epoch}")
@@ -99,7 +99,7 @@ def check_proposal(rules: Rules, ranks: tuple[int, ...], order: m.Propose) -> No
 
 
 def check_go(rules: Rules, order: m.Go) -> None:
-    """Check that all ranks of the plan are alive and have confirmed it, and that it redoes no committed iteration."""
+    """Check that all ranks of the plan are alive and have confirmed it, and that it repeats no committed iteration."""
     epoch = order.epoch
     expect(epoch not in rules.refused, f"go to epoch {epoch}, which was refused")
     expect(epoch == rules.highest_epoch, f"go to epoch {epoch} after {rules.highest_epoch}")
@@ -117,7 +117,8 @@ def check_go(rules: Rules, order: m.Go) -> None:
 
 
 def check_sequence(rules: Rules, action: api.Order, order: TransitionOrder) -> None:
-    """Check that each recipient is there and that the order comes after its last one; then note the order."""
+    """Check that each recipient is alive, and that the order follows the recipient's last order; then record the
+    order."""
     epoch, step = step_of(order)
     for rank in action.ranks:
         before = rules.last_order.get(rank, (0, 0))
@@ -148,13 +149,14 @@ def check_base(rules: Rules, propose: m.Propose) -> None:
         expect(base.epoch in worker.held, f"survivor {rank} holds {list(worker.held)}, base is {base.epoch}")
     named = {rank: node for rank, node in propose.nodes.items() if node}
     truth = {rank: worker.node.name for rank, worker in rules.world.workers.items()}
-    if rules.world.takeovers:  # some ranks vanished with a supervisor, but their numbers are taken
+    if rules.world.takeovers:  # some ranks were lost with a supervisor, but their numbers stay in use
         truth = {rank: place.node for rank, place in enumerate(rules.world.record.placements)} | truth
     expect(named == truth, f"names other nodes: {named.items() ^ truth.items()}")
 
 
 def check_reasons(rules: Rules, ranks: tuple[int, ...], order: m.Park) -> None:
-    """Check that training stops only for a loss, a stuck transfer, or silence beyond the time limits."""
+    """Check that training stops only for a loss, a failed transfer, silence beyond the time limits, or a reason to
+    pause."""
     plan = rules.plan
     if plan is None or plan.epoch in rules.refused:
         return
@@ -188,7 +190,7 @@ def check_pause(rules: Rules, plan: Plan) -> None:
 
 
 def reports_slow_device(entry: AnyEntry) -> bool:
-    """Return whether an entry is a reason to change the plan because of the speeds of devices."""
+    """Return whether a journal entry is a reason to change the plan because of devices' speeds."""
     match entry:
         case FailureFound(kind="fail-slow") | ProbesTaken(occasion="standby"):
             return True
@@ -207,24 +209,24 @@ def check_interruption(rules: Rules, ranks: tuple[int, ...], plan: Plan) -> None
         return
     _, last_step = rules.last_order.get(ranks[0], (0, PAUSE_STEP))
     if last_step == PAUSE_STEP:
-        return  # hurried, after a request to stop between two iterations
+        return  # an order to park after the iteration becomes an order to park at once
     loud = any(not world.workers[rank].alive for rank in {*active, *rules.taking_part})
     quiet_s = world.now - max(world.workers[rank].progress_at for rank in active)
     expect(loud or quiet_s >= 15.0 - TOLERANCE_S, f"parks all ranks without cause, progress {quiet_s:.1f} s ago")
 
 
 def check_probe(rules: Rules, ranks: tuple[int, ...], order: m.Probe) -> None:
-    """Check a probe. Devices may be probed at any time; probes of links are announced during training."""
+    """Check a probe. Devices may be probed at any time; during training, link probes must be announced."""
     if order.after_iteration is not None:
         check_announcement(rules, ranks, order)
     wait_anew(rules, [rules.world.controller.job.device_of(rank) for rank in ranks])
 
 
 def check_announcement(rules: Rules, ranks: tuple[int, ...], order: m.Probe) -> None:
-    """Check an announced link probe: announced early enough, to both ends of every link, in disjoint pairs.
+    """Check an announced link probe: early enough, to both ends of every link, in disjoint pairs.
 
-    Early enough according to the reports delivered so far: if reports are held back, the controller cannot know
-    better. A rank that is already past the iteration says so when the order arrives; its peer waits 2 s.
+    Early enough refers to the reports delivered so far, since the controller cannot know of reports that are delayed. A
+    rank that is already past the iteration reports this when the order arrives; its peer waits 2 s.
     """
     assert order.after_iteration is not None
     steps = [reported_step(rules, worker) for worker in rules.world.workers.values() if worker.alive]
@@ -238,7 +240,7 @@ def check_announcement(rules: Rules, ranks: tuple[int, ...], order: m.Probe) -> 
 
 
 def reported_step(rules: Rules, worker: Worker) -> int:
-    """Return the last step in a worker's delivered reports; newer reports may be on their way."""
+    """Return the last step in a worker's delivered reports; newer reports may still be on their way."""
     for event in worker.node.up:
         if isinstance(event, api.WorkerSaid) and event.rank == worker.rank and isinstance(event.message, m.Stepped):
             return event.message.outcome.iteration - 1

@@ -1,7 +1,7 @@
-"""Invariants of plans: when one may be decided, and when it may take effect.
+"""Invariants of plans: when a plan may be decided, and when it may take effect.
 
-It checks the journal entries of plans before they are written. Whether a plan is a good one is not checked here.
-Called by the invariants of entries.
+Checks the journal entries of plans before they are written. Never checks whether a plan is a good one. Called by the
+invariants of entries.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def check_plan(rules: Rules, decided: PlanDecided) -> None:
 
 
 def check_progress(rules: Rules, decided: PlanDecided) -> None:
-    """Check that a plan begins with the next iteration, of which no step was reported or taken."""
+    """Check that a plan begins with the iteration after the last committed one, and that no rank has taken its step."""
     plan = decided.plan
     expect(
         decided.next_iteration == rules.committed + 1,
@@ -59,7 +59,7 @@ def check_progress(rules: Rules, decided: PlanDecided) -> None:
 
 
 def check_ranks(rules: Rules, before: Plan, plan: Plan) -> None:
-    """Check that all ranks of a plan have parked for it, and that it loses no live rank of the plan before."""
+    """Check that all ranks of a plan have parked for it, and that it omits no live rank of the previous plan."""
     awaited = set(plan.layout.ranks) - rules.parked.get(plan.epoch, set())
     expect(not awaited, f"plan {plan.epoch} is decided though ranks {sorted(awaited)} have not parked for it")
     dropped_ranks = {*before.layout.ranks} - {*plan.layout.ranks}
@@ -69,7 +69,7 @@ def check_ranks(rules: Rules, before: Plan, plan: Plan) -> None:
 
 
 def check_unaffected(rules: Rules, decided: PlanDecided) -> None:
-    """Check that a plan lists exactly the failures of slow devices that have no work in it."""
+    """Check that a plan lists exactly the failures of slow devices without work under the plan."""
     entries = [entry for _, entry in rules.world.entries]
     ended = {entry.failure for entry in entries if isinstance(entry, FailureEnded)}
     verdicts = [entry for entry in entries if isinstance(entry, FailureFound)]
@@ -86,7 +86,8 @@ def check_unaffected(rules: Rules, decided: PlanDecided) -> None:
 
 
 def check_effect(rules: Rules, epoch: int) -> None:
-    """Check the commit: all ranks have acknowledged, and every held slice is of the last committed iteration."""
+    """Check the commit of a transition: all ranks have sent `Ready`, and all slices are those of the last committed
+    iteration."""
     plan = rules.plans.get(epoch)
     expect(plan is not None and epoch == rules.highest_epoch, f"epoch {epoch} takes effect out of order")
     expect(epoch not in rules.refused, f"epoch {epoch} takes effect, though it was refused")

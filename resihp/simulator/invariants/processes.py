@@ -1,7 +1,7 @@
 """Invariants of processes and connections: starts and signals of workers, and nodes that are dropped.
 
-It checks each of these actions before it is carried out, and marks the workers that the controller has given up.
-Called by `rules`.
+Checks each of these actions before it is carried out, and marks the workers that the controller has given up. Never
+starts or ends a process. Called by `rules`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 
 def check_start(rules: Rules, action: api.StartWorkers) -> None:
-    """Check a device's first process, or a respawn where the last one died and the device is not the cause."""
+    """Check the start of a device's first process, or of another one after the last has died and the device is not the
+    cause."""
     workers, scenario = rules.world.workers, rules.world.scenario
     node = rules.world.nodes[action.node]
-    is_lost = node.name in rules.lost_nodes and not rules.taking_over  # a loss may still be unheard
+    is_lost = node.name in rules.lost_nodes and not rules.taking_over  # the new supervisor may not know of a loss yet
     expect(not is_lost and not node.dropped, f"{action} on a node that is lost")
     placements = rules.world.record.placements
     for rank, device in action.workers:
@@ -36,7 +37,7 @@ def check_start(rules: Rules, action: api.StartWorkers) -> None:
         for worker in before:
             is_gone = worker.rank in rules.known_dead or worker.rank in rules.turned_away
             expect(is_gone, f"{action}: rank {worker.rank} is still on that device")
-            unheard = bool(rules.world.takeovers)  # its error may have been reported to a supervisor that died
+            unheard = bool(rules.world.takeovers)  # the error may have been reported to a supervisor that died
             expect(not worker.raised or unheard, f"{action}: rank {worker.rank} raised there")
             killed = any(f.kind == "kill" and f.rank == worker.rank for f in rules.injected_faults())
             expect(not killed, f"{action}: the device is dead")
@@ -51,7 +52,7 @@ def check_signal(rules: Rules, action: api.SignalWorker) -> None:
     worker.fenced = True
     if action.rank in rules.turned_away:
         return
-    has_declared = action.rank in rules.declared_at and not rules.taking_over  # a declaration may still be unread
+    has_declared = action.rank in rules.declared_at and not rules.taking_over  # `Declare` may still be unread
     if rules.halted_at is not None and worker.joins and not has_declared:
         return
     if not worker.alive or worker.raised or worker.frozen == "stop":

@@ -1,7 +1,7 @@
-"""Invariants of suspicions and of failures: both have a reason in the simulated truth.
+"""Invariants of suspicions and of failures: each has a reason in the simulated truth.
 
-It checks suspicions before they are written, and failures at the end of an answer. It suspects nobody itself. Called by
-`rules` and by the invariants of entries.
+Checks suspicions before they are written, and failures after the controller's complete answer. Never suspects a rank
+itself. Called by `rules` and by the invariants of entries.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_suspicion(rules: Rules, entry: Suspected) -> None:
-    """Check that silence and slowness are numbered in one sequence, and that each suspicion ends with an
+    """Check that suspicions of silence and of slowness are numbered in one sequence, and that each one ends with an
     outcome."""
     before = [earlier for earlier in entries_before(rules, entry) if isinstance(earlier, Suspected)]
     last = max((earlier.suspicion for earlier in before), default=0)
@@ -33,7 +33,8 @@ def check_suspicion(rules: Rules, entry: Suspected) -> None:
 
 
 def check_silence(rules: Rules, entry: Suspected) -> None:
-    """Check that a suspicion of silence is based on a test and on a real silence, and that there is one at a time."""
+    """Check that a suspicion of silence follows from a test and a real silence, and that it is the only one of its
+    subject."""
     expect(entry.statistic is not None and entry.threshold is not None, f"{entry} was not tested")
     expect((entry.statistic or 0.0) > (entry.threshold or 0.0), f"{entry} does not exceed its threshold")
     key = entry.node or "" if entry.rank is None else entry.rank
@@ -55,7 +56,7 @@ def check_silence(rules: Rules, entry: Suspected) -> None:
 
 
 def check_slow(entry: Suspected, before: list[Suspected]) -> None:
-    """Check that at most one suspicion of slowness is open at a time. `before`: those logged earlier."""
+    """Check that at most one suspicion of slowness is open at a time. `before` has the suspicions logged earlier."""
     if all(earlier.suspicion != entry.suspicion for earlier in before):
         at_once = ("dropped", "passed", "unconfirmed", "fine")
         expect(not entry.cleared or entry.outcome in at_once, f"{entry} was never examined")
@@ -65,7 +66,8 @@ def check_slow(entry: Suspected, before: list[Suspected]) -> None:
 
 
 def check_blame(rules: Rules, failure: FailureFound) -> None:
-    """Check, after the whole answer, that ranks named in a failure are dead or fenced, or that a transfer broke."""
+    """Check, after the controller's complete answer, that the ranks in a failure are dead or fenced, or that a transfer
+    broke."""
     if failure.kind == "fail-slow":
         expect(suspects_slow(rules, failure), f"{failure} without a suspicion")
         return
@@ -94,7 +96,7 @@ def check_blame(rules: Rules, failure: FailureFound) -> None:
 
 
 def suspects_slow(rules: Rules, verdict: FailureFound) -> bool:
-    """Return whether a suspicion that included the slow ranks, or no ranks, was confirmed just before."""
+    """Return whether the job has just confirmed a suspicion that named the slow ranks, or no ranks."""
     for entry in reversed(entries_before(rules, verdict)):
         match entry:
             case FailureFound(kind="fail-slow") | FailureEnded():

@@ -1,14 +1,14 @@
-"""The exception of a broken invariant, and the check that raises it.
+"""The exception for a broken invariant, and the function that raises it.
 
-It holds no invariant itself: those are in the other modules of this folder, and in `rules`, `allocation` and
-`stopping`. Called by all modules of the simulator.
+Contains no invariant: these are in the other modules of this folder, and in `rules`, `allocation` and `stopping`.
+Called by all modules of the simulator.
 """
 
 from __future__ import annotations
 
 
 class Violation(AssertionError):
-    """An invariant does not hold; the message contains the seed and the end of the log."""
+    """An invariant is broken. The message contains the seed and the end of the log."""
 
 
 def expect(holds: bool, otherwise: str) -> None:
@@ -17,4 +17,4 @@ def expect(holds: bool, otherwise: str) -> None:
 
 
 TOLERANCE_S = 1e-6
-"""Difference between two times that rounding explains."""
+"""Maximum difference in seconds between two times that rounding can explain."""

@@ -1,7 +1,7 @@
-"""The simulated agents: they connect, send beats, and die or freeze with their workers.
+"""The simulated agents: they connect, send heartbeats, and die or freeze together with their workers.
 
-It acts for all nodes. What follows from the loss of one is decided by the controller. Called by `world`, disturbances,
-and the simulated Slurm.
+Covers the agents of all nodes. Never decides about the consequences of a loss: the controller does. Called by `world`,
+disturbances, and the simulated Slurm.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class Agents:
         self.world = world
 
     def connect(self, node: SimNode) -> None:
-        """Send the message of an agent that comes without an inventory."""
+        """Send the first message of an agent, without an inventory."""
         host = f"host-{node.name}"
         self.world.network.up(node, api.AgentJoined(node=node.name, host=host, devices=node.devices, hardware="A"))
 
     def join(self, node: SimNode) -> None:
-        """Connect an agent for the first time, once there is a supervisor."""
+        """Connect an agent for the first time, as soon as there is a supervisor."""
         world = self.world
         if world.leaderless:
             world.at(0.5, self.join, node)
             return
-        if node.joined:  # with another supervisor in the meantime
+        if node.joined:  # it has joined another supervisor meanwhile
             return
         node.arrived = node.joined = True
         self.connect(node)
@@ -43,7 +43,7 @@ class Agents:
             world.disturbances.happens("arrive", node.ranks[0])
 
     def beat(self, node: SimNode) -> None:
-        """Send a beat now and every second."""
+        """Send a heartbeat now and every second."""
         world = self.world
         if not node.alive or node.dropped:
             return
@@ -67,7 +67,7 @@ class Agents:
         world.network.up(node, api.AgentBeat(node=node.name, beat=m.Beat(workers=tuple(beats))))
 
     def join_again(self, node: SimNode) -> None:
-        """Connect an agent, with its inventory, to the supervisor that has taken over."""
+        """Connect an agent to the new supervisor, with the agent's inventory."""
         world = self.world
         if node.silent or node.frozen:
             world.at(0.5, self.join_again, node)
@@ -92,9 +92,9 @@ class Agents:
         world.network.up(node, joined)
 
     def kill_node(self, node: SimNode, announced: bool, closes_connections: bool = True) -> None:
-        """Kill a node with everything on it. If `announced`, the agent still reports the end of some of its workers.
+        """Kill a node with all its processes. If `announced`, the agent first reports the exits of some of its workers.
 
-        Without `closes_connections` its end is not noticed (the machine or the network lost power).
+        Without `closes_connections`, nobody notices the end, as if the machine or the network had lost power.
         """
         world = self.world
         if not node.alive:

@@ -1,7 +1,7 @@
-"""The simulated collectives: which ranks have come, when each may go on, and what breaks when a member dies.
+"""The simulated collectives: which ranks have entered, when each may leave, and the failures when a member dies.
 
-It also knows the results of iterations, which follow from the plan and the requests to pause or save. It never chooses
-a plan. Called by the parts of workers; its results are compared by the invariants.
+Also computes the outcomes of iterations, which follow from the plan and from requests to pause or save. Never chooses a
+plan. Called by the parts of workers; the invariants compare its outcomes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Meeting:
-    """One collective: the ranks that have come, and whether it is over."""
+    """One collective: the ranks that have entered (`come`), and whether it is over."""
 
     come: dict[int, Callable[[], None]] = field(default_factory=dict)
     over: bool = False
@@ -36,17 +36,17 @@ class Collectives:
     def __init__(self, world: World) -> None:
         self.world = world
         self.pauses: set[tuple[int, int]] = set()
-        """(epoch, iteration) after which all ranks stop."""
+        """(epoch, iteration) of each iteration after which all ranks stop."""
         self.meetings: dict[tuple[Any, ...], Meeting] = {}
         self.cursed: set[tuple[str, int]] = set()
         """(kind, epoch) of collectives that never complete."""
         self.measuring: dict[int, dict[int, int]] = {}
-        """Ranks that have come to measure links, by probe, with their generation at that time."""
+        """Ranks that have entered a link probe, by probe, with the generation of each at that time."""
         self._places: dict[int, dict[int, tuple[int, int]]] = {}
         self._outcomes: dict[tuple[int, int], m.StepOutcome] = {}
 
     def places(self, plan: Plan) -> dict[int, tuple[int, int]]:
-        """Return the place of each rank in its replica; ranks of one place sum their gradients."""
+        """Return the place of each rank in its replica. Ranks with equal places reduce their gradients together."""
         if plan.epoch not in self._places:
             shapes = {tuple((stage.tp, stage.chunks) for stage in replica.stages) for replica in plan.layout.replicas}
             self._places[plan.epoch] = {
@@ -55,7 +55,7 @@ class Collectives:
         return self._places[plan.epoch]
 
     def members(self, key: tuple[Any, ...], plan: Plan) -> tuple[int, ...]:
-        """Return the ranks that a collective waits for."""
+        """Return the ranks that must enter a collective."""
         if key[0] in ("build", "transfer"):
             return plan.layout.ranks
         if key[0] == "reduce":
@@ -63,7 +63,7 @@ class Collectives:
         return self.world.active_ranks(plan)
 
     def enter(self, worker: Worker, key: tuple[Any, ...], done: Callable[[], None]) -> None:
-        """Let `worker` wait in the collective `key`; `done` is called when it is over for this worker."""
+        """Make `worker` enter the collective `key` and wait; `done` is called when the worker leaves it."""
         world = self.world
         assert worker.plan is not None
         meeting = self.meetings.setdefault(key, Meeting())
@@ -99,7 +99,7 @@ class Collectives:
             meeting.come[worker.rank]()
 
     def report_broken(self, worker: Worker, error: str) -> None:
-        """Let a worker notice, perhaps, that its collective is broken."""
+        """Let a worker notice that its collective is broken, with the probability `Scenario.breaks_loudly`."""
         world = self.world
         if world.rng.random() < world.scenario.breaks_loudly:
             worker.later(
@@ -107,7 +107,7 @@ class Collectives:
             )
 
     def peers_notice(self, dead: Worker) -> None:
-        """Break the collectives that wait for a dead rank; only some of its peers are told."""
+        """Break the collectives that wait for a dead rank. Only some of its peers are informed."""
         if dead.plan is None:
             return
         for rank in dead.plan.layout.ranks:
@@ -118,14 +118,14 @@ class Collectives:
             if dead.rank not in self.members(peer.waits, dead.plan):
                 continue
             if meeting.over:
-                if self.world.rng.random() < 0.4:  # this rank's part of it was not finished
+                if self.world.rng.random() < 0.4:  # this rank had not finished its part of the collective
                     peer.generation += 1
                     self.report_broken(peer, "connection closed by peer")
             elif dead.rank not in meeting.come:
                 self.report_broken(peer, "connection closed by peer")
 
     def come(self, worker: Worker, order: m.Probe) -> None:
-        """Let a rank wait where links are measured; with its last peer, all that wait for each other go on."""
+        """Make a rank enter a link probe. When all its peers have entered as well, they continue."""
         world = self.world
         here = self.measuring.setdefault(order.probe, {})
         here[worker.rank] = worker.generation
@@ -139,7 +139,7 @@ class Collectives:
             worker.later(2.0, worker.probes.met, order, False)
 
     def outcome_of(self, plan: Plan | None, iteration: int) -> m.StepOutcome:
-        """Return the outcome of an iteration under a plan, which is the same on all ranks."""
+        """Return the outcome of an iteration under a plan, equal on all ranks."""
         assert plan is not None
         key = (plan.epoch, iteration)
         if key not in self._outcomes:
@@ -149,7 +149,7 @@ class Collectives:
                 clip=1.0,
                 skip=False,
                 learning_rate=1e-3,
-                gradient_norm=1.0 + plan.epoch * 1e-9,  # rounding differs between layouts: mixed outcomes show
+                gradient_norm=1.0 + plan.epoch * 1e-9,  # differs between epochs, so that rules detect mixed outcomes
                 loss=10.0 / iteration,
                 tokens=64 * len(samples),
                 sum_squared_lengths=4096 * len(samples),
@@ -161,5 +161,5 @@ class Collectives:
         return self._outcomes[key]
 
     def validation_loss(self, iteration: int) -> float:
-        """Return the loss of the weights after an iteration, independent of the plan."""
+        """Return the loss of the weights after an iteration; it does not depend on the plan."""
         return 11.0 / (1 + iteration)

@@ -1,7 +1,7 @@
-"""Faults on purpose in a simulated worker: it stops at the phase of each, until the controller lets it go on.
+"""Injected faults of a simulated worker: the worker stops at the phase of each fault until the controller answers.
 
-It reports that a fault is due and carries out those that a worker inflicts on itself. It never arms a fault. Called by
-the other parts of a worker at the start of each phase.
+Reports that a fault is due, and carries out the kinds that a worker inflicts on itself. Never arms a fault. Called by
+the other parts of a worker at the beginning of each phase.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ class WorkerFaults:
         self.worker, self.world = worker, worker.world
         self.armed = {fault.id: fault for fault in worker.world.scenario.faults}
         self.held_by: int | None = None
-        """Fault that this rank waits for."""
+        """Number of the fault for which this rank waits for an answer; None if it waits for none."""
         self.resume: tuple[Callable[..., None], tuple[Any, ...]] | None = None
 
     def enter_phase(self, phase: str, function: Callable[..., None], *arguments: Any) -> None:
-        """Call `function`, which begins a phase, or wait for the controller if a fault is due there."""
+        """Call `function`, which begins a phase. If a fault is due in this phase, report it and wait for the controller
+        first."""
         worker = self.worker
         for fault in self.armed.values():
             coming = worker.transition.upcoming if phase in ("groups", "transfer", "resume") else worker.stepped + 1
@@ -39,7 +40,7 @@ class WorkerFaults:
         function(*arguments)
 
     def _concerns(self, fault: Fault) -> bool:
-        """Return whether this rank is the target, or stands in for a target without work."""
+        """Return whether this rank is the fault's target, or replaces a target without work."""
         worker = self.worker
         active = self.world.active_ranks(worker.plan) if worker.plan is not None else ()
         if fault.rank is not None:
@@ -47,7 +48,7 @@ class WorkerFaults:
         return fault.node == worker.node.name or not any(self.world.workers[r].node.name == fault.node for r in active)
 
     def fault_go(self, order: m.FaultGo) -> None:
-        """Carry out a fault, or go on without it."""
+        """Carry out a fault, or continue without it."""
         worker = self.worker
         fault = self.armed.pop(order.fault, None)
         if fault is None:

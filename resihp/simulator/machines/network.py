@@ -1,7 +1,7 @@
 """The simulated connections between agents and the supervisor: delays, repetitions and silences.
 
-It delivers messages in their order, late, twice or not at all. It never changes one. Called by `world`, agents,
-workers, and the simulated Slurm.
+Delivers messages in order, late, twice or not at all. Never changes a message. Called by `world`, agents, workers, and
+the simulated Slurm.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Network:
     def __init__(self, world: World) -> None:
         self.world = world
         self.sent: list[tuple[SimNode, api.AnyEvent]] = []
-        """Messages that may be delivered again."""
+        """Messages that may be delivered a second time."""
 
     def latency_s(self) -> float:
-        """Draw the time that a message takes."""
+        """Draw the delay of a message in seconds."""
         world = self.world
         return world.scenario.latency_s * world.rng.random() * (10.0 if world.rng.random() < 0.02 else 1.0)
 
@@ -49,7 +49,7 @@ class Network:
                 world.at(world.rng.choice([0.0, 0.3, 3.0]), self.repeat_up, node, event)
 
     def repeat_up(self, node: SimNode, event: api.AnyEvent) -> None:
-        """Deliver a message once more."""
+        """Deliver a message a second time."""
         if node.alive and not node.dropped and not (node.silent or node.up):
             self.world.feed(event, again=True)
 
@@ -65,7 +65,7 @@ class Network:
         world.feed(event)
 
     def down(self, node: SimNode, rank: int, order: m.WorkerOrder | int) -> None:
-        """Send an order, or a signal's number, from the supervisor to a worker."""
+        """Send an order or a signal number from the supervisor to a worker."""
         world = self.world
         if not node.alive or node.dropped:
             return
@@ -94,7 +94,7 @@ class Network:
             worker.hear(order)
 
     def hush(self, node: SimNode, seconds: float) -> None:
-        """Make the connection carry nothing until the time has passed."""
+        """Stop the connection from delivering anything for `seconds`."""
         if not node.alive:
             return
         node.silences += 1

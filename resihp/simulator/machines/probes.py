@@ -1,7 +1,7 @@
 """The probes of a simulated worker: of its device at any time, of its links between two iterations.
 
-It draws the results. Whether a device is then set aside is the controller's decision. Called by `worker`, and by
-training between two iterations.
+Draws the results. Never decides about a device: the controller does. Called by `worker`, and by training between two
+iterations.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class WorkerProbes:
     def __init__(self, worker: Worker) -> None:
         self.worker, self.world = worker, worker.world
         self.announced: list[m.Probe] = []
-        """Probes of links, announced for the end of an iteration."""
+        """Link probes announced for the end of an iteration."""
         self.slow = False
-        """Whether its device was slow in its last measurement."""
+        """Whether the device was slow in its last probe."""
 
     def obey(self, order: m.Probe) -> None:
-        """Measure after a while, or note a probe that is announced for the end of an iteration."""
+        """Schedule a measurement, or record a probe that is announced for the end of an iteration."""
         rng = self.world.rng
         if order.after_iteration is None:
             self.worker.later(rng.choice([0.01, rng.uniform(0, 0.5)]), self.measure, order)
@@ -35,7 +35,7 @@ class WorkerProbes:
             self.decline()
 
     def measure(self, order: m.Probe) -> None:
-        """Report speeds of the device and its links, which are drawn; some probes are never answered."""
+        """Draw and report the speeds of the device and its links. Some probes are never answered."""
         worker = self.worker
         rng, unfit = self.world.rng, self.world.scenario.unfit
         if rng.random() < unfit / 4:
@@ -59,13 +59,13 @@ class WorkerProbes:
         )
 
     def decline(self) -> None:
-        """Report that the announced probes will not take place."""
+        """Report that the announced probes are not carried out."""
         for order in self.announced:
             self.worker.say(m.Probed(probe=order.probe, missed="does not train now"))
         self.announced.clear()
 
     def meet(self) -> None:
-        """Between two iterations: measure an announced link, and wait for its peer, perhaps in vain."""
+        """Between two iterations, enter an announced link probe and wait for the peer, or begin the next iteration."""
         worker = self.worker
         due = [order for order in self.announced if (order.after_iteration or 0) <= worker.stepped]
         if not due:
@@ -82,7 +82,7 @@ class WorkerProbes:
         self.world.collectives.come(worker, order)
 
     def met(self, order: m.Probe, came: bool) -> None:
-        """Report the measured links, or that a peer did not come."""
+        """Report the measured links, or that a peer has not arrived."""
         worker = self.worker
         self.world.collectives.measuring[order.probe].pop(worker.rank, None)
         peers = [a + b - worker.rank for round_ in order.pairs for a, b in round_ if worker.rank in (a, b)]

@@ -1,6 +1,6 @@
-"""One simulated agent with its connection: the state of a node and the messages on their way. Data only.
+"""The state of a simulated node, with the messages on its connection. Data only.
 
-It moves no message: that is the task of the network. Created by `world` and `allocation`.
+Never moves a message: the network does. Created by `world` and `allocation`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from resihp.simulator.scenarios.scenario import NEVER_S
 
 @dataclass(eq=False)
 class SimNode:
-    """One agent and its connection, first in, first out in each direction."""
+    """One node with its agent and connection. Messages are first in, first out in each direction."""
 
     name: str
     ranks: list[int]
@@ -36,9 +36,9 @@ class SimNode:
     last_beat: float = 0.0
     loss_reported: bool = False
     arrived: bool = True
-    """Its agent has connected to a supervisor, or is about to for the first time."""
+    """Whether the agent has connected to a supervisor, or is about to connect for the first time."""
     joined: bool = False
-    """The present supervisor has its inventory."""
+    """Whether the agent has joined the present supervisor."""
     ended: dict[int, int] = field(default_factory=dict)
     epoch: int = 0
-    """Newest epoch in any order that arrived."""
+    """Newest epoch in any order that has arrived."""

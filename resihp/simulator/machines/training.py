@@ -1,7 +1,7 @@
 """The iterations of a simulated worker: forward, backward, sums, step, evaluation and checkpoint.
 
-It begins an iteration, calls itself on the virtual clock until the step is taken, and then begins the next one. It
-decides nothing about the end of training. Called by `worker`, and by the transition that ends with the first iteration
+Plays an iteration as a sequence of calls on the virtual clock until the step is taken, then begins the next iteration.
+Never decides about the end of training. Called by `worker`, and by the transition, which ends with the first iteration
 of a plan.
 """
 
@@ -24,7 +24,7 @@ class WorkerTraining:
     def __init__(self, worker: Worker) -> None:
         self.worker, self.world = worker, worker.world
         self.assessed = 0
-        """Last iteration whose evaluation must not be repeated."""
+        """Last iteration with an evaluation that must not be repeated."""
         self.iteration_began = 0.0
 
     def begin(self, slower: float = 1.0) -> None:
@@ -51,7 +51,8 @@ class WorkerTraining:
         self.train(slower)
 
     def is_to_pause(self, slower: float) -> bool:
-        """Return whether the last step was the one to stop after; `slower` > 1: first iteration of a plan."""
+        """Return whether the worker must stop after the last step. `slower` above 1 marks the first iteration of a
+        plan."""
         outcome = self.worker.outcome
         return outcome is not None and outcome.pause and outcome.iteration == self.worker.stepped and not slower > 1
 
@@ -165,7 +166,7 @@ class WorkerTraining:
         )
 
     def save(self, order: m.Save) -> None:
-        """Write the state of an epoch, once it has taken the step that counts."""
+        """Write the state under the layout of an epoch, after taking the committed step if necessary."""
         worker = self.worker
         holding = worker.held.get(order.epoch)
         if holding is None:
@@ -177,5 +178,5 @@ class WorkerTraining:
             self.write_part(order.epoch)
 
     def part_s(self, share: float) -> float:
-        """Draw the seconds of a part of an iteration."""
+        """Draw the duration in seconds of a part of an iteration."""
         return self.world.scenario.iteration_s * share * self.world.rng.uniform(0.7, 1.3)

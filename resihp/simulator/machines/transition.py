@@ -1,7 +1,7 @@
 """The transition of a simulated worker from one plan to the next: park, confirm, build, transfer, begin.
 
-It obeys the orders of a transition, and frees or receives state. It never chooses a plan. Called by `worker`, and by
-training that reaches a pause.
+Carries out the orders of a transition, and frees or receives state. Never chooses a plan. Called by `worker`, and by
+training at a pause.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class WorkerTransition:
         self.worker, self.world = worker, worker.world
         self.proposed: Plan | None = None
         self.upcoming = 0
-        """First iteration of the plan that is being built."""
+        """First iteration of the plan in preparation."""
         self.objections = 0
 
     def pause(self, order: m.Park) -> None:
-        """Park after the iteration in progress, or soon if there is none."""
+        """Park after the iteration in progress; soon, if there is none."""
         worker, rng = self.worker, self.world.rng
         if order.epoch <= worker.seen:
             return
@@ -39,7 +39,7 @@ class WorkerTransition:
             worker.later(rng.choice([0.001, rng.uniform(0, 0.3)]), self.park, order.epoch)
 
     def propose(self, order: m.Propose) -> None:
-        """Note a proposed plan, and answer it after a while."""
+        """Store a proposed plan, and answer after a delay."""
         worker = self.worker
         if order.plan.epoch < worker.seen:
             return
@@ -49,7 +49,7 @@ class WorkerTransition:
         worker.later(self.world.rng.uniform(0.0, 0.05), self.confirm, order.plan)
 
     def let_go(self, epoch: int) -> None:
-        """Park: a step that has begun is either taken or not begun at all; gradients stay."""
+        """Stop training and park. A step in progress is either taken completely or not at all; gradients stay."""
         worker = self.worker
         rng = self.world.rng
         worker.generation += 1
@@ -94,7 +94,7 @@ class WorkerTransition:
             worker.say(m.Confirm(epoch=plan.epoch, digest="0" * 64 if differs else plan.digest))
 
     def settle(self, base: Base | None) -> None:
-        """Keep the holding of a proposal's base; the other one is obsolete."""
+        """Keep only the state of the proposal's base; any other state is obsolete."""
         worker = self.worker
         if base is None:
             kept: dict[int, Holding] = {}
@@ -105,7 +105,7 @@ class WorkerTransition:
         worker.held = kept
 
     def go(self, go: m.Go) -> None:
-        """Finish the step on the old holding, then build the new one beside it and transfer state."""
+        """Complete the committed step on the old state, then build the new state beside it and transfer."""
         worker = self.worker
         world, base, plan = self.world, worker.base, self.proposed
         expect(plan is not None and plan.epoch == go.epoch, f"rank {worker.rank}: go to an epoch it never confirmed")
@@ -129,7 +129,7 @@ class WorkerTransition:
         worker.later(world.rng.uniform(0.01, 0.3), worker.faults.enter_phase, "groups", self.build)
 
     def finish(self, go: m.Go) -> None:
-        """Take the step that counts, given the state of the iteration before and its gradients."""
+        """Take the committed step, which requires the state of the iteration before and its gradients."""
         worker = self.worker
         if go.finish is not None:
             done = go.finish.iteration
@@ -159,7 +159,7 @@ class WorkerTransition:
         self.world.collectives.enter(self.worker, key, functools.partial(self.receive, chunks))
 
     def receive(self, chunks: int) -> None:
-        """Receive one chunk after the other; each is a sign of life."""
+        """Receive one chunk after the other; each chunk counts as progress."""
         self.worker.work(1, "communication")
         if chunks:
             self.worker.later(self.world.scenario.chunk_s * self.world.rng.random(), self.receive, chunks - 1)
@@ -188,7 +188,7 @@ class WorkerTransition:
         self.world.disturbances.happens("ready", worker.rank)
 
     def assemble(self) -> tuple[Holding, int]:
-        """Return the holding under the new plan, from own and received state, and the number of bytes received."""
+        """Return the state under the new plan, from own and received slices, and the number of bytes received."""
         worker, rules = self.worker, self.world.rules
         plan, base, model = worker.plan, worker.base, self.world.scenario.model
         assert plan is not None
@@ -214,7 +214,7 @@ class WorkerTransition:
         return Holding(whole, *max(values)), received
 
     def _received(self, move: Move, base: Base) -> Holding:
-        """Return the state that this worker receives by one move."""
+        """Return the state that this worker receives in one move."""
         worker, rules = self.worker, self.world.rules
         source = self.world.workers[move.source]
         holding = source.held.get(base.epoch)
@@ -230,7 +230,7 @@ class WorkerTransition:
         return Holding(wanted, holding.iteration, holding.value)
 
     def begin_plan(self, order: m.Begin) -> None:
-        """Put the plan into effect: release everything that it does not need."""
+        """Put the plan into effect: free all state that it does not need."""
         worker = self.worker
         epoch = order.epoch
         if epoch != worker.epoch or worker.plan is None or worker.plan.epoch != epoch:

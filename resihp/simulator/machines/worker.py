@@ -1,7 +1,7 @@
-"""One simulated process: its true state, its life and death, and its dispatch of orders.
+"""One simulated worker process: its true state, its life and death, and the dispatch of its orders.
 
-It starts, declares its model, speaks, freezes and dies. It does not train itself: training, transitions, probes and
-faults on purpose are parts, which it holds. Called by `world`, which carries orders and signals to it.
+Starts, declares its model, sends messages, freezes and dies. Never trains itself: training, transitions, probes and
+injected faults are separate objects, which it owns. Called by `world`, which delivers orders and signals.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Worker:
-    """The true state of one process: its computations, steps and holdings."""
+    """The true state of one worker process: its computations, steps and slices."""
 
     def __init__(self, world: World, rank: int, node: SimNode, device: int, joins: bool = False) -> None:
         self.world, self.rank, self.node, self.device, self.joins = world, rank, node, device, joins
@@ -48,17 +48,17 @@ class Worker:
         self.epoch = 0
         self.base: Base | None = None
         self.held: dict[int, Holding] = {}
-        """State by the epoch of its layout; two of them between `Ready` and `Begin`."""
+        """State of the worker, by the epoch of its layout. There are two entries between `Ready` and `Begin`."""
         self.nodes: dict[int, str] = {}
         self.pause_asked, self.save_asked = 0, False
         self.pausing = False
-        """Stopped between two iterations, because some rank was asked to."""
+        """Whether the worker has stopped between two iterations because some rank was ordered to."""
         self.plan: Plan | None = None
         self.active = False
         self.stepped = world.scenario.resume_from
         self.outcome: m.StepOutcome | None = None
         self.reduced: m.StepOutcome | None = None
-        """Result of the last synchronisation of iteration stepped + 1, once this rank has it."""
+        """Outcome of the last synchronisation of iteration stepped + 1, once this rank has it; otherwise None."""
         self.ready = False
         self.primitives = 0
         self.progress_at = 0.0
@@ -68,20 +68,21 @@ class Worker:
         self.fenced = False
         self.status: int | None = None
         self.gone = False
-        """Dead, with its connections closed."""
+        """Whether the process is dead and its connections are closed."""
         self.answered_at = 0.0
         self.ordered_at = 0.0
         self.shown = -1
         self.shown_at = 0.0
-        """Number of primitives that the controller knows of, and since when."""
+        """Time since which the controller knows the number of primitives in `shown`."""
         self.forgets = False
-        """Loses its state when it parks."""
+        """Whether the worker loses its state when it parks next."""
         self.steps: deque[m.Stepped] = deque(maxlen=4096)
         self.said: dict[type, m.WorkerMessage] = {}
-        """Messages that its agent keeps for another supervisor: steps, and the last of each other report."""
+        """Messages that the agent stores for a new supervisor: the last of each kind except steps, which are in
+        `steps`."""
         self.halted = False
         self.injected = False
-        self.stumbles = ""  # error that it raises instead of declaring
+        self.stumbles = ""  # error that the script raises before it declares; empty for none
         self.died_with_node = False
         self.faults = WorkerFaults(self)
         self.probes = WorkerProbes(self)
@@ -91,11 +92,12 @@ class Worker:
     # time
 
     def later(self, delay: float, function: Callable[..., None], *arguments: Any) -> None:
-        """Call `function` after `delay`, unless the process dies or receives a new order first."""
+        """Call `function` after `delay` seconds, unless the process dies or its generation changes first."""
         self.world.at(delay, self.proceed, self.generation, function, arguments)
 
     def proceed(self, generation: int | None, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        """Call `function` unless the process is dead or has a newer generation; if it is frozen, once it has thawed."""
+        """Call `function` unless the process is dead or its generation has changed. If it is frozen, call it after the
+        thaw."""
         if not self.alive or (generation is not None and generation != self.generation):
             return
         if self.frozen:
@@ -142,7 +144,7 @@ class Worker:
 
     @property
     def fate(self) -> Fate:
-        """The outcome that the scenario sets for a process that joins later: it joins, refuses, dies, hangs.
+        """The scenario's outcome for a process that joins later: it joins, refuses, dies or hangs, for example.
 
         A process of the first start is always `fine`.
         """
@@ -198,7 +200,7 @@ class Worker:
         self.world.network.up(self.node, api.WorkerSaid(rank=self.rank, message=message))
 
     def die(self, status: int, closes_connections: bool = True) -> None:
-        """End the process. Without `closes_connections` its peers do not notice."""
+        """End the process. Without `closes_connections`, its peers do not notice."""
         if not self.alive:
             return
         self.alive = False

@@ -1,4 +1,5 @@
-"""Simulated jobs: `scenario` is their data, and each other module draws one family of them from a seed.
+"""Simulated jobs: `scenario` defines their data, and each other module draws one family of jobs from a seed.
 
-A seed always gives the same job. Drawing one plays nothing: that is the task of `resihp.simulator.world`.
+A seed always gives the same job. These modules never play a job: `resihp.simulator.world` does. Called by tests and
+`harness`.
 """

@@ -1,6 +1,6 @@
-"""Jobs of any other family with one more feature: a batch that grows, or plans made ahead.
+"""Jobs of any other family with one more feature: a batch ramp-up, or plans made ahead.
 
-It changes a job that another module has drawn. Called by tests and `harness`.
+Changes a job that another module has drawn, and never plays it. Called by tests and `harness`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from resihp.simulator.scenarios.troubled_starts import draw_hindered
 
 
 def draw_ramped(seed: int) -> Scenario:
-    """Draw a job of any other kind that has fewer micro-batches in its first iterations."""
+    """Draw a job of any other family that has fewer micro-batches in its first iterations."""
     rng = random.Random(seed + 5_000_000)
     kinds = (
         draw_plain,
@@ -30,7 +30,7 @@ def draw_ramped(seed: int) -> Scenario:
         draw_hindered,
     )
     base = rng.choice(kinds)(seed)
-    most = base.nodes * base.gpus_per_node  # as many replicas as there can be
+    most = base.nodes * base.gpus_per_node  # the largest possible number of replicas
     last = rng.choice([1, 2, 3, base.iterations])
     firsts = sorted({1, *(rng.randint(2, base.iterations + 1) for _ in range(last))})
     counts = sorted(rng.sample(range(most, most + 3 * len(firsts)), len(firsts)))
@@ -40,7 +40,7 @@ def draw_ramped(seed: int) -> Scenario:
 
 
 def draw_foreseeing(seed: int) -> Scenario:
-    """Draw a longer job of any other kind that plans ahead for possible losses."""
+    """Draw a longer job of any other family that makes plans ahead for possible losses."""
     rng = random.Random(seed + 6_000_000)
     kinds = (draw_plain, draw_plain, draw_orphaned, draw_stormy, draw_allocated, draw_ramped, draw_sluggish)
     base = rng.choice(kinds)(seed)

@@ -1,6 +1,7 @@
-"""Plain jobs: small ones with a few disturbances, storms of them, and jobs that lose their supervisor.
+"""Small jobs with a few disturbances, jobs with many disturbances, and jobs that lose their supervisor.
 
-It draws the disturbances of all families. Called by tests, by `harness`, and by the families that build on these jobs.
+Draws the disturbances of all families, and never causes them. Called by tests, by `harness`, and by the families that
+are based on these jobs.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ DISTURBANCE_WEIGHTS: dict[DisturbanceKind, int] = {
     "signal": 1,
     "inject": 3,
 }
-"""Relative frequency of each kind."""
+"""Relative frequency of each kind of disturbance."""
 
 FAULT_PHASES: tuple[Phase, ...] = ("forward", "backward", "reduce", "step", "park", "groups", "transfer", "resume")
 
@@ -47,7 +48,7 @@ FATE_WEIGHTS: dict[Fate, int] = {"fine": 60, "odd": 8, "refuses": 7, "dies": 8, 
 
 
 def draw_plain(seed: int) -> Scenario:
-    """Draw a small job with up to five disturbances and up to two faults on purpose."""
+    """Draw a small job with up to five disturbances and up to two injected faults."""
     rng = random.Random(seed * 2 + 1)
     nodes, gpus = rng.choice([(1, 4), (2, 2), (2, 2), (2, 4), (3, 2), (3, 4), (4, 1), (4, 2), (4, 3), (6, 2), (2, 3)])
     ranks = nodes * gpus
@@ -102,7 +103,7 @@ def _draw_disturbances(rng: random.Random, length_s: float, ranks: int, iteratio
 
 
 def _draw_faults(rng: random.Random, nodes: int, ranks: int, iterations: int) -> tuple[Fault, ...]:
-    """Draw the faults on purpose of a plain job; most jobs have none."""
+    """Draw the injected faults of a plain job; most jobs have none."""
     if rng.random() >= 0.3:
         return ()
     faults: list[Fault] = []
@@ -123,7 +124,8 @@ def _draw_faults(rng: random.Random, nodes: int, ranks: int, iterations: int) ->
 
 
 def draw_stormy(seed: int) -> Scenario:
-    """Draw a longer job with the disturbances of four, many duplicate messages, and leaks."""
+    """Draw a longer job with several more disturbances than a plain job, many duplicate messages, and late messages of
+    dropped nodes."""
     base = draw_plain(seed)
     rng = random.Random(seed)
     ranks = base.nodes * base.gpus_per_node
@@ -144,7 +146,7 @@ def draw_stormy(seed: int) -> Scenario:
 
 
 def draw_orphaned(seed: int) -> Scenario:
-    """Draw a job whose supervisor dies, once or more, at critical moments; without signals and injected faults."""
+    """Draw a job that loses its supervisor once or more, at critical moments; without signals and injected faults."""
     base = draw_plain(seed)
     rng = random.Random(seed + 1)
     triggers: list[Trigger] = [
@@ -166,7 +168,7 @@ def draw_orphaned(seed: int) -> Scenario:
 
 
 def draw_disturbance(rng: random.Random, length_s: float, ranks: int, iterations: int) -> list[Disturbance]:
-    """Draw one disturbance, with the others that belong to it."""
+    """Draw one disturbance, and others that accompany it."""
     kind = rng.choices(list(DISTURBANCE_WEIGHTS), list(DISTURBANCE_WEIGHTS.values()))[0]
     trigger: Trigger = "time"
     nth, delay = 1, rng.uniform(0, length_s)
@@ -200,7 +202,7 @@ def draw_disturbance(rng: random.Random, length_s: float, ranks: int, iterations
         Disturbance(kind, trigger, nth, delay + rng.choice([0.0, 0.05]), rng.randrange(ranks), seconds, status)
         for _ in range(several - 1)
     ]
-    if kind == "vanish" and rng.random() < 0.5:  # first silent, while it still computes
+    if kind == "vanish" and rng.random() < 0.5:  # the connection is silent first, while the node still computes
         before = rng.uniform(0.0, 8.0)
         others.append(Disturbance("silent", trigger, nth, delay, rank))
         first = dataclasses.replace(first, delay=delay + before)

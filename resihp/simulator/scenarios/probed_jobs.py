@@ -1,7 +1,7 @@
 """Jobs with devices that are slow, or look slow in a probe.
 
-It draws the probabilities; workers draw the results of their probes. Called by tests, by `harness`, and by the families
-that build on these jobs.
+Draws only the probabilities; workers draw the results of their probes. Called by tests, by `harness`, and by the
+families that are based on these jobs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from resihp.simulator.scenarios.scenario import Disturbance, DisturbanceKind, Sc
 
 
 def draw_sluggish(seed: int) -> Scenario:
-    """Draw a job whose detector reports slow devices everywhere; some are slow."""
+    """Draw a job with a detector that reports slow devices everywhere; some devices are in fact slow."""
     rng = random.Random(seed * 2)
     drawn = draw_plain(seed) if rng.random() < 0.7 else draw_orphaned(seed)
     return dataclasses.replace(
@@ -29,9 +29,10 @@ def draw_sluggish(seed: int) -> Scenario:
 
 
 def draw_harassed(seed: int) -> Scenario:
-    """Draw a job of two replicas whose ranks are killed or stopped every 4 to 14 s; half of the probes read slow.
+    """Draw a job in which a rank is killed or stopped every 4 to 14 s, and healthy devices look slow in half of the
+    probes.
 
-    Every process comes back on its device, and is set aside at first if its probe read slow.
+    Every process is started again on its device; it gets no work at first if its probe was slow.
     """
     rng = random.Random(seed + 7_000_000)
     nodes, gpus, tp, pp = rng.choice([(2, 1, 1, 1), (2, 2, 1, 2), (4, 1, 1, 2), (4, 2, 2, 2), (3, 2, 1, 3)])
@@ -60,7 +61,7 @@ def draw_harassed(seed: int) -> Scenario:
 
 
 def draw_noisy(seed: int) -> Scenario:
-    """Draw a longer job with probes in which all devices are healthy and many probes read slow."""
+    """Draw a longer job with probes. All devices are healthy, but look slow in many probes."""
     rng = random.Random(seed + 8_000_000)
     drawn = rng.choice([draw_plain, draw_orphaned, draw_stormy, draw_stormy])(seed)
     return dataclasses.replace(

@@ -1,7 +1,7 @@
-"""A simulated job and its disturbances. Pure data.
+"""A simulated job and its disturbances. Data only.
 
-It draws nothing at random: the other modules of this folder do. Called by these, by the simulated world, and by tests
-that describe a job by hand.
+Draws nothing at random: the other modules of this folder do. Used by these modules, by the simulated world, and by
+tests that define a job by hand.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ MODEL = ModelSpec(layers=6, hidden=32, heads=4, kv_groups=2, ffn_hidden=64, voca
 DisturbanceKind = Literal[
     "kill",  # the worker dies (status -9, or `status`)
     "node",  # agent and workers of the worker's node die at once
-    "agent",  # the agent dies and its workers with it; some of their exits are still reported
-    "vanish",  # like `node`, but unnoticed: the connection just carries nothing any more
-    "silent",  # the control connection carries nothing for `seconds`, then all of it
+    "agent",  # the agent and its workers die; some exits of workers are still reported
+    "vanish",  # like `node`, but the connection stays open and carries nothing any more
+    "silent",  # the control connection carries nothing for `seconds`, then delivers everything
     "blackout",  # agent and workers of the node freeze for `seconds`
     "stop",  # the worker is in state T for `seconds`
-    "mute",  # the interpreter is blocked for `seconds`: no beats of the worker's own, state R
-    "hang",  # the worker is stuck in user code for `seconds`; its beat thread goes on
-    "broken",  # a transfer of the running epoch fails on this rank; all processes stay alive
+    "mute",  # the interpreter is blocked for `seconds`: no heartbeats of the worker, state R
+    "hang",  # the worker is stuck in user code for `seconds`; it still sends heartbeats
+    "broken",  # a transfer of the epoch in effect fails on this rank; all processes stay alive
     "forget",  # the worker loses its state when it parks next
-    "deadlock",  # a collective of the running epoch never completes, unreported
+    "deadlock",  # no collective of the epoch in effect completes, and no error is reported
     "reconnect",  # the agent reconnects
     "raise",  # the user's code raises on this rank
-    "raise_all",  # ... and on all the others in the same place
+    "raise_all",  # the user's code raises the same error on all ranks
     "raise_node",  # all ranks of the node raise the same error before they declare
     "signal",  # the supervisor receives `status`
     "cancel",  # all agents, their workers and maybe the supervisor receive `status` (stopping.py)
     "told",  # the node's agent and its workers receive `status`; the node dies after `seconds`
-    "inject",  # an operator asks for a kill
+    "inject",  # an operator requests an injected fault
     "checkpoint",  # an operator asks for a checkpoint now
-    "drained",  # an administrator drains the node, and undoes that after `seconds`
+    "drained",  # an administrator drains the node, and resumes it after `seconds`
     "supervisor",  # the supervisor dies; another takes over after `seconds`
 ]
 
@@ -51,12 +51,13 @@ Trigger = Literal[
 ]  # fmt: skip
 
 Fate = Literal["fine", "odd", "refuses", "dies", "raises", "hangs", "spawn"]
-"""How a process that was started again begins: it joins, declares something else, fails its probe, and so on."""
+"""Outcome of a process that is started later: it joins, declares another model, refuses to start, and so on."""
 
 
 @dataclass(frozen=True)
 class Disturbance:
-    """Happens `delay` after the `nth` occurrence of `trigger`, to `rank` or, if None, to the rank of the trigger."""
+    """Occurs `delay` seconds after the `nth` occurrence of `trigger`, on `rank`, or on the rank of the trigger if
+    None."""
 
     kind: DisturbanceKind
     trigger: Trigger = "time"
@@ -69,7 +70,7 @@ class Disturbance:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One simulated job. The remaining choices (delays, order) are drawn from `seed`."""
+    """One simulated job. All other choices (delays, order) are drawn from `seed`."""
 
     seed: int = 0
     nodes: int = 2
@@ -85,11 +86,11 @@ class Scenario:
     disturbances: tuple[Disturbance, ...] = ()
     latency_s: float = 0.02
     duplicates: float = 0.0
-    """Probability that a worker's message is delivered twice, sometimes epochs later."""
+    """Probability that a worker's message is delivered twice; the second time may be epochs later."""
     leaks: bool = False
     """Whether messages that a node sent before it was dropped may still be delivered."""
     breaks_loudly: float = 1.0
-    """Probability that the transport reports a peer's death to a rank."""
+    """Probability that the transport reports the death of a peer to a rank."""
     limit_s: float = 900.0
     model: ModelSpec = MODEL
     start_budget_s: float = 60.0
@@ -97,36 +98,38 @@ class Scenario:
     refuses: int | None = None
     objects: int | None = None
     other_digest: int | None = None
-    """The rank that declares another model, refuses to start, objects to plans, or computes another digest of them."""
+    """Each of these four fields is a rank or None. The rank declares another model (`odd_declare`), refuses to start
+    (`refuses`), objects to plans (`objects`), or computes a different digest of plans (`other_digest`)."""
     agrees_up_to: int = 0
-    """Epoch up to which no rank objects."""
+    """Last epoch in which no rank objects."""
     objections: int = 99
-    """Number of objections of a rank before it gives in."""
+    """Number of objections of a rank, after which it confirms plans."""
     fates: tuple[Fate, ...] = ("fine",)
-    """Fates of newcomers in order; the last one repeats."""
+    """Outcomes of newcomers, in order; the last one repeats."""
     come_backs: int = 3
     chunk_s: float = 0.3
-    """Longest time that a chunk of transferred state takes."""
+    """Maximum seconds for the transfer of a chunk of state."""
     planner: Literal["real", "wild", "cautious"] = "real"
-    """The planner: see `random_planner.RandomPlanner`."""
+    """Kind of planner, as in `random_planner.RandomPlanner`."""
     thinks: bool = False
-    """Whether plans are made ahead, and better ones looked for."""
+    """Whether plans are made ahead, and better plans are searched for."""
     planner_trouble: float = 0.0
     checker_trouble: float = 0.0
-    """Probabilities that the planner finds no plan, and that the checker refuses it."""
+    """Probabilities that the planner finds no plan (`planner_trouble`), and that the checker refuses a plan
+    (`checker_trouble`)."""
     early_exit: int | None = None
     meaning: Literal["time-limit", "cancelled", "preempted", "unknown"] | None = "cancelled"
-    """Slurm's reason for stopping the job; None if it gives none."""
+    """Reason for stopping the job as reported by Slurm; None if Slurm does not answer."""
     time_left_s: float | None = None
-    """Time until Slurm's limit, counted from the start."""
+    """Seconds from the start until Slurm's time limit; None if unknown."""
     mortality: float = 0.0
-    """Probability that a worker dies of a signal that was meant for its job."""
+    """Probability that a worker dies of a signal to its job."""
     signal_grace_s: float = 20.0
     on_warning: Literal["requeue", "end"] = "requeue"
     may_requeue: bool = False
     restarts_left: int = 0
     slurm: bool = False
-    """Whether the job runs in an allocation (allocation.py); the batch script runs on `batch_node`."""
+    """Whether the job runs in a Slurm allocation (allocation.py). The batch script runs on node `batch_node`."""
     batch_node: str = ""
     drains: int = 0
     died_before: tuple[str, ...] = ()
@@ -135,25 +138,26 @@ class Scenario:
     spares: int = 0
     least: float = 0.5
     late: tuple[tuple[str, float], ...] = ()
-    """Nodes that come later than others, and their delays; NEVER_S if they do not come."""
+    """Nodes that arrive later than others, with delays in seconds; `NEVER_S` for a node that does not arrive."""
     spawns: tuple[tuple[str, Literal["hang", "refused"]], ...] = ()
-    """Nodes on which no process can be started at the beginning, and how that shows."""
+    """Nodes on which no process can be started at the beginning: the start hangs, or is refused."""
     examine: bool = False
-    """Whether devices and links are measured before they are used."""
+    """Whether devices and links are probed before they get work."""
     slow: float = 0.0
-    """Probability that the detector finds something slow, in each iteration (false_alarms.py)."""
+    """Probability of a false finding of the detector in an iteration (false_alarms.py)."""
     observes: bool = False
-    """Whether slow devices and links are only reported."""
+    """Whether slow devices and links are only reported, without a change of plan."""
     ramp: Ramp = ()
     """Steps of the batch ramp-up, up to `micro_batches`."""
     evaluate_every: int = 0
-    """Number of iterations between evaluations; there is one after the last iteration, too. 0: none."""
+    """Number of iterations between evaluations, with another evaluation after the last iteration; 0 for none."""
     shared: bool = False
-    """Whether workers share their machines' processors."""
+    """Whether workers share the CPUs of their node."""
     unfit: float = 0.0
-    """Probability of a bad probe result; half as often a probe fails, or is not answered."""
+    """Probability that a probe finds its device slow; with half of this probability, a probe fails or is not
+    answered."""
     noise: float = 0.0
-    """Probability that a healthy device looks slow in a probe while others train on the same machine."""
+    """Probability that a healthy device looks slow in a probe while other workers train on the same node."""
 
     @property
     def batch_sizes(self) -> BatchSizes:
@@ -161,8 +165,8 @@ class Scenario:
 
     @property
     def foresight(self) -> dict[str, Any]:
-        """Settings of a job that plans ahead and searches for better plans, which requires known memory, here ample; or
-        of one that does neither."""
+        """Settings for planning ahead and searching for better plans, which need a known (here ample) memory; or for
+        neither."""
         if not self.thinks:
             return {"plans_ahead": False, "search_s": 0.0}
         return {"plans_ahead": True, "search_s": 1.0, "memory_bytes": 1 << 40}

@@ -1,7 +1,7 @@
-"""Jobs in a Slurm allocation, which lose nodes and may ask for others.
+"""Jobs in a Slurm allocation, which lose nodes and may request replacements.
 
-It draws the job and its disturbances; the simulated Slurm is `resihp.simulator.allocation`. Called by tests, by
-`harness`, and by the families that build on these jobs.
+Draws the job and its disturbances; never answers a request: `resihp.simulator.allocation` does. Called by tests, by
+`harness`, and by the families that are based on these jobs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from resihp.simulator.scenarios.scenario import NEVER_S, Disturbance, Disturbanc
 
 
 def draw_allocated(seed: int) -> Scenario:
-    """Draw a longer job in a Slurm allocation, which loses nodes and may ask for others."""
+    """Draw a longer job in a Slurm allocation that loses nodes and may request replacements."""
     base = draw_plain(seed)
     rng = random.Random(seed + 1_000_000)
     nodes = max(base.nodes, 2)

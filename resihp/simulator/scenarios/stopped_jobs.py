@@ -1,7 +1,7 @@
 """Jobs that Slurm or an operator asks to end.
 
-It draws the requests; what follows from them is simulated and checked by `resihp.simulator.stopping`. Called by tests
-and `harness`.
+Draws the requests; `resihp.simulator.stopping` simulates and checks the consequences, never this module. Called by
+tests and `harness`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from resihp.simulator.scenarios.slurm_jobs import draw_allocated
 
 
 def draw_stopped(seed: int) -> Scenario:
-    """Draw a job that is asked to end, at any moment and in any way; half of them have no other disturbances."""
+    """Draw a job that is asked to end, at any moment and in any way; half of these jobs have no other disturbances."""
     rng = random.Random(seed + 2_000_000)
     base = draw_allocated(seed) if rng.random() < 0.2 else draw_plain(seed)
     warned: tuple[DisturbanceKind, int] = ("signal", SIGUSR2)
@@ -74,8 +74,10 @@ def draw_stopped(seed: int) -> Scenario:
 
 
 def draw_interrupted(seed: int) -> Scenario:
-    """Draw a job of `draw_stopped` that operators stop instead: by Ctrl-C, TERM or `resihp stop`. Some
-    ask for a checkpoint before."""
+    """Draw a job as `draw_stopped` does, but stopped by operators: by Ctrl-C, TERM or `resihp stop`.
+
+    Some operators request a checkpoint before.
+    """
     rng = random.Random(seed + 7_000_000)
     base = draw_stopped(seed)
     stops = ("signal", "cancel", "told")

@@ -1,6 +1,6 @@
 """Jobs that lose nodes or processes before training begins.
 
-It draws the job and its disturbances, and never decides whether the job can still begin. Called by tests and `harness`.
+Draws the job and its disturbances. Never decides whether the job can still begin. Called by tests and `harness`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from resihp.simulator.scenarios.slurm_jobs import draw_allocated
 
 
 def draw_decimated(seed: int) -> Scenario:
-    """Draw a job with spares in which some nodes are lost before training begins, or never come."""
+    """Draw a job with spare nodes in which some nodes are lost before training begins, or never arrive."""
     base = draw_plain(seed) if seed % 3 else draw_allocated(seed)
     rng = random.Random(seed + 3_000_000)
     nodes, spares = base.nodes + 2, rng.choice([1, 1, 2])
@@ -53,8 +53,10 @@ def draw_decimated(seed: int) -> Scenario:
 
 
 def draw_hindered(seed: int) -> Scenario:
-    """Draw a job with trouble at its start: nodes that do not come or vanish, and processes that cannot start;
-    often its supervisor dies as well."""
+    """Draw a job with failures at its start: nodes that do not arrive or vanish, and processes that cannot start.
+
+    Often its supervisor dies as well.
+    """
     base = draw_plain(seed) if seed % 3 else draw_allocated(seed)
     rng = random.Random(seed + 4_000_000)
     spares = rng.choice([0, 0, 0, 1])
@@ -108,5 +110,5 @@ def draw_hindered(seed: int) -> Scenario:
         examine=rng.random() < 0.3,
         duplicates=0.0,
         leaks=False,
-        limit_s=max(3000.0, 1000.0 + 4 * iterations * base.iteration_s),  # with a quarter of its devices
+        limit_s=max(3000.0, 1000.0 + 4 * iterations * base.iteration_s),  # a quarter of the devices may train
     )

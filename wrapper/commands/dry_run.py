@@ -33,7 +33,7 @@ MAX_STAGES_LISTED = 32
 
 
 def show(checked: Checked, *, as_json: bool) -> None:
-    """Print the dry run. Raises like `dry_run_lines`, before anything is printed."""
+    """Print the dry run. Raises the errors of `dry_run_lines` before anything is printed."""
     lines = [literal(line) for line in dry_run_lines(checked)]
     if as_json:
         print(to_json({"schema": SCHEMA, "dry_run": True, "lines": lines}))
@@ -68,7 +68,8 @@ def dry_run_lines(checked: Checked) -> Iterator[str]:
 
 
 def _declared(command: Sequence[str]) -> tuple[str, Declare] | None:
-    """Return the newest job that ran this command long enough to declare its model, and that declaration."""
+    """Return the newest job that ran this command and declared its model, with its declaration; None if there is
+    none."""
     for job in islice(all_jobs(), MAX_JOBS_SEARCHED):
         try:
             if load(job.run_file).command != tuple(command):

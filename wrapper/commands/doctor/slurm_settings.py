@@ -1,7 +1,8 @@
-"""Checks of `resihp doctor` on Slurm: is it there, may the user drain nodes, do jobs survive the loss of nodes.
+"""Checks of `resihp doctor` on Slurm: whether it exists, whether the user may drain nodes, and whether jobs survive the
+loss of nodes.
 
-Each check takes the client that answers (`slurm.client`, `slurm.survey`) and returns findings; no answer is `unknown`,
-never ok.
+Each check takes the client to query (`slurm.client`, `slurm.survey`) and yields results. If there is no answer, the
+result is `unknown`, never ok.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 MIN_RELEASE = (20, 11, 0)
 TESTED_RELEASES = ((22, 5), (26, 5))
-"""Oldest and newest release that the Slurm tests run on: 22.05.8, 24.11.5 and 26.05.5."""
+"""Oldest and newest release of the tested range; the tests run on 22.05.8, 24.11.5 and 26.05.5."""
 REPEATED_RESIZE_SINCE = (24, 11, 0)
 """First release with which a job can shrink more than once without slurmdbd (measured: 24.11.5 and 26.05.5 can, 22.05.8
 cannot)."""

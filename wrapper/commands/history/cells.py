@@ -1,6 +1,6 @@
-"""Cells of `resihp history` on a terminal that combine fields of a row, or choose between them.
+"""Text for cells of `resihp history` that combine several fields of a row, or choose between fields.
 
-A row of the ledger in, text out. Decides nothing about columns: `tables` does, and calls it.
+A row of the ledger in, text out. `tables` decides which column uses which function.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def jobs(
         if screen.is_terminal or "COLUMNS" in os.environ:
             for line in lines(rows, screen.width):
                 screen.print(line, soft_wrap=True)
-        else:  # a pipe has room for everything
+        else:  # a pipe has unlimited width
             print("\n".join(line.plain for line in lines(rows, None)))
     if hidden and not as_json:
         message(f"{hidden} more ended earlier: resihp jobs --all")

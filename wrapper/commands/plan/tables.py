@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from resihp.scheduler.what_if.answer import Outlook, WhatIfAnswer
 
 MAX_CHANGED_SHOWN = 6
-"""Most changed replicas that are shown in full; `--json` has them all."""
+"""Most changed replicas that are shown completely; `--json` has all of them."""
 MAX_SLOW_SHOWN = 12
 """Most slow ranks that are named."""
 
@@ -37,7 +37,8 @@ def title(query: Question, model: str, hardware: str) -> str:
 
 
 def happened(query: Question) -> str:
-    """Return a description of lost and slow parts; for a job, in addition to those it has lost already."""
+    """Return a description of the lost and slow parts. For a job, they come in addition to the parts that it has
+    already lost."""
     lost_ranks = sorted(gone(query))
     descriptions = [f"{_ranks(lost_ranks)} lost"] if lost_ranks else []
     slow = [f"{rank} at {speed:g}" for rank, speed in sorted(query.slow.items())]
@@ -88,7 +89,8 @@ def described(layout: Layout) -> str:
 
 
 def show_layouts(screen: Console, query: Question, outcome: WhatIfAnswer) -> None:
-    """Print layouts before and after: equal replicas once, with counts of ranks and layers; changed ones in full."""
+    """Print the layouts before and after. Equal replicas are printed once, with counts of ranks and layers; changed
+    replicas are printed completely."""
     columns = (
         *(Column(""), Column("replicas", wraps=True, kept=True), Column("micro-batches", right=True)),
         *(Column("stages", wraps=True, kept=True), Column("ranks", wraps=True, kept=True)),

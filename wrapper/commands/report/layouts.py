@@ -1,7 +1,8 @@
-"""Layouts before and after a plan, prepared for the page: replicas by stages, with ranks and nodes in each cell.
+"""Layouts before and after a plan, prepared for the page: replicas as rows, stages as columns, with ranks and nodes in
+each cell.
 
-Each rank is marked with the plan's effect on it. Replicas that the plan did not touch share one line, as do replicas
-equal to one that is drawn.
+Each rank is marked with the plan's effect on it. Replicas that the plan did not change share one line. A replica that
+equals one that is drawn is not drawn again.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ _TIPS: Mapping[PlanEffect, str] = {
 MAX_WHOLE_REPLICAS = 4
 """Most replicas of a layout that is drawn completely."""
 MAX_CHANGED_DRAWN = 8
-"""Most changed replicas that are drawn, the first ones."""
+"""Most changed replicas of a plan that are drawn; of more, the first ones."""
 MAX_STANDBY_DRAWN = 64
 """Most standby ranks that are drawn."""
 
 
 class Chip(msgspec.Struct, frozen=True):
-    """A rank in a picture. `effect`: the plan's effect on it: kept in place, moved, new, then idle, or lost."""
+    """A rank in a picture. `effect`: the effect of the plan on it: kept in place, moved, new, idle afterwards, or
+    lost."""
 
     rank: int
     effect: PlanEffect
@@ -45,7 +47,7 @@ class Chip(msgspec.Struct, frozen=True):
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """A stage. `layers`: given only if they differ from those in the column's heading."""
+    """A stage of a replica. `layers`: empty unless they differ from the layers in the column's heading."""
 
     chips: tuple[Chip, ...]
     layers: str
@@ -53,7 +55,7 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct, frozen=True):
-    """A replica with its cells, or a text for several that are not drawn."""
+    """A row: a replica with its cells, or a text that stands for several replicas."""
 
     label: str
     cells: tuple[Cell, ...]
@@ -61,7 +63,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class Picture(msgspec.Struct, frozen=True):
-    """A layout. `stages`: the layers of each stage in most replicas."""
+    """A layout as drawn. `stages`: for each stage, its layers in most replicas."""
 
     title: str
     stages: tuple[str, ...]
@@ -71,7 +73,7 @@ class Picture(msgspec.Struct, frozen=True):
 
 
 class LayoutChange(msgspec.Struct, frozen=True):
-    """A plan that took effect. `before` is None for the first one."""
+    """The layouts before and after a plan that took effect. `before` is None for the first plan."""
 
     epoch: int
     description: str
@@ -82,7 +84,7 @@ class LayoutChange(msgspec.Struct, frozen=True):
 
     @property
     def chips(self) -> int:
-        """Number of ranks drawn, which limits the size of a page."""
+        """Number of ranks that are drawn. The sum over all pictures limits the size of a page."""
         pictures = [picture for picture in (self.before, self.after) if picture is not None]
         return sum(
             len(picture.standby) + sum(len(cell.chips) for line in picture.lines for cell in line.cells)
@@ -91,7 +93,8 @@ class LayoutChange(msgspec.Struct, frozen=True):
 
 
 def changes(plans: Sequence[Row], workers: Sequence[Row]) -> Iterator[LayoutChange]:
-    """Yield a picture for each plan that took effect, the last one first, so that callers stop early."""
+    """Yield the layouts before and after each plan that took effect, the last plan first, so that callers can stop
+    early."""
     places = {row["rank"]: (row["node"], row["device"]) for row in workers}
     effective = [row for row in plans if row["in_effect_at"] is not None]
     after = _layout(effective[-1]) if effective else None

@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 MAX_FAILURES = 400
-"""Most failures listed; of more, this many in total from the beginning and the end."""
+"""Most failures that are listed; if there are more, the first and the last ones, this many in total."""
 MAX_RANKS_DRAWN = 12_000
-"""Most ranks drawn in pictures of layouts; the last plans come first."""
+"""Most ranks that are drawn in all pictures of layouts together; the last plans have precedence."""
 MAX_SUSPICIONS = 100
-"""Most suspicions listed, the last ones."""
+"""Most suspicions that are listed: the last ones."""
 MAX_PLANS = 400
 MAX_NODES = 300
 MAX_EVIDENCE_CHARACTERS = 3_000
-"""Most characters of a failure's evidence."""
+"""Most characters of a failure's evidence that are shown."""
 MAX_EXPANDED = 8
-"""Failures and layouts that are expanded; the others expand on a click, and in print."""
+"""Number of failures and of layouts that are expanded at first. The others expand on a click, and in print."""
 
 
 def html(facts: Facts) -> str:

@@ -32,11 +32,11 @@ CAUSE_WORDS: Mapping[str, tuple[str, str]] = {
 SECRET_NAME = re.compile(r"(password|passwd|secret|token|api_?key|authorization|credential)s?$", re.IGNORECASE)
 SECRET_MASK = "***"
 MAX_EPOCHS_NAMED = 20
-"""Most epochs without a plan, or with a plan that never took effect, that are named one by one."""
+"""Most epochs that are named one by one because they have no plan, or a plan that never took effect."""
 
 
 class CauseCost(msgspec.Struct, frozen=True):
-    """Time lost to one cause. `share`: of all lost time."""
+    """Time lost to one cause. `share`: as a part of all lost time."""
 
     cause: str
     name: str
@@ -47,7 +47,8 @@ class CauseCost(msgspec.Struct, frozen=True):
 
 
 class NodeLine(msgspec.Struct, frozen=True):
-    """A node over the whole job. `device_hours`: its devices times its hours in the job; `changes`: in words."""
+    """A node over the whole job. `device_hours`: its number of devices times its hours in the job; `changes`: its
+    events in the job, in words."""
 
     name: str
     host: str

@@ -28,9 +28,9 @@ from wrapper.commands.report.svg import Drawing, time_ticks
 from wrapper.output.render import duration
 
 MAX_BOXES = 60
-"""Most recoveries, and most plans, that have boxes of their own."""
+"""Most recoveries, and most plans, that are drawn as boxes."""
 TIME_BINS = 120
-"""Bins of time that show more recoveries or failures than that."""
+"""Number of time bins that are drawn if there are more recoveries or failures than can be drawn one by one."""
 LANE_HEIGHT = 20.0
 HIGH_LANE_HEIGHT = 34.0
 

@@ -31,7 +31,8 @@ MAX_POINTS = 800
 MIN_PREDICTED = 20
 """Fewest iterations with a prediction for which a range is drawn."""
 UNSCALED_RANGE = (0.8, 1.25)
-"""Range of the median ratio of observed to predicted time in which the prediction is drawn unscaled."""
+"""Range of the median ratio of observed to predicted time in which the prediction is drawn as it is, without
+scaling."""
 
 
 class TimesPicture(msgspec.Struct, frozen=True):
@@ -39,22 +40,25 @@ class TimesPicture(msgspec.Struct, frozen=True):
 
     picture: Markup
     columns: int
-    """Iterations per point."""
+    """Number of iterations in each point of a line."""
     cut: int
     """Number of iterations above the top of the picture."""
     longest_s: float
     band: tuple[float, float] | None
-    """Range of nine in ten iterations outside slow spells, as ratios to the drawn prediction."""
+    """Range that contains nine of ten iterations outside slow spells, as ratios to the drawn prediction; None if there
+    are too few iterations."""
     usual: float
-    """Factor on the drawn prediction: 1, or the usual ratio of observed to predicted time if that is far from 1."""
+    """Factor by which the prediction is multiplied: 1, or the usual ratio of observed to predicted time if that is far
+    from 1."""
     signs: tuple[str, ...]
-    """Kinds of failures that are marked."""
+    """Kinds of failures that have marks in the picture."""
     kinds: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class _Plot:
-    """The part of the picture with the lines: its iterations, its pixels from the top, and the seconds at its top."""
+    """The part of the picture with the lines: its first and last iteration, its place in pixels, and the seconds at its
+    top."""
 
     first: float
     last: float
@@ -69,7 +73,7 @@ class _Plot:
         return self.head + self.height * (1 - seconds / self.top_s)
 
     def points(self, places: Sequence[float], seconds: Sequence[float]) -> Points:
-        """Return the points of a line; what is above the top is drawn at the top."""
+        """Return the points of a line. A point above the top is drawn at the top."""
         return [(at, min(value / self.top_s, 1.0)) for at, value in zip(places, seconds, strict=True)]
 
 

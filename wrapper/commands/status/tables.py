@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MAX_EVENTS_SHOWN = 8
 MIN_SLOW_SHARE_SHOWN = 0.01
-"""Share of the wall time from which time lost to slowness is shown."""
+"""Share of the wall time above which time lost to slowness is shown."""
 
 
 def goodput_line(figures: dict[str, Any]) -> str:
@@ -54,7 +54,8 @@ def goodput_line(figures: dict[str, Any]) -> str:
 
 
 def nothing_left(figures: Mapping[str, Any]) -> bool:
-    """Return whether a completed job had resumed from a checkpoint of the last iteration."""
+    """Return whether a completed job had no iteration to run, because it resumed from a checkpoint of the last
+    iteration."""
     committed, target = figures.get("committed_iterations"), figures.get("target")
     return figures["state"] == "completed" and committed == 0 and target is not None and figures["iteration"] >= target
 
@@ -112,7 +113,8 @@ def nodes_line(state: dict[str, Any]) -> str:
 
 
 def detector_line(state: dict[str, Any]) -> Text:
-    """Return the detector's state and the ranks that it does not watch: a blind detector must not look healthy."""
+    """Return the detector's state, and the ranks that it does not watch: a detector without data must not look
+    healthy."""
     line = Text(f"detector: {DETECTORS[state['detector']]}", style="" if state["detector"] == "workload" else "yellow")
     if state["unwatched"]:
         line.append(f"; not watched: {rank_list(state['unwatched'])}", style="yellow")

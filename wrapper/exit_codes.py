@@ -1,4 +1,4 @@
-"""Exit codes of resihp, and one table from errors to codes, used by the command line and the supervisor.
+"""Exit codes of resihp, and the table that maps errors to exit codes. Used by the command line and the supervisor.
 
 0 done · 1 training failed · 2 usage · 3 unhealthy environment · 4 restart budget spent · 5 not enough healthy nodes ·
 69 refused or no answer · 70 resihp itself failed · 75 please requeue · 93 do not requeue (the training program is

@@ -1,4 +1,4 @@
-"""`resihp compare`: two jobs of one ledger, or of this home, side by side. Only queries and prints."""
+"""`resihp compare`: show two jobs of one ledger, or of this home, side by side. Queries and prints; decides nothing."""
 
 from __future__ import annotations
 

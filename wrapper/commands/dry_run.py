@@ -29,7 +29,7 @@ from wrapper.slurm_tasks.exclusion_lists import known, lists
 MAX_JOBS_SEARCHED = 20
 """How many of this home's newest jobs are searched for the same command."""
 MAX_STAGES_LISTED = 32
-"""Stages that are listed; the rest are only counted."""
+"""Most stages that are listed; the others are only counted."""
 
 
 def show(checked: Checked, *, as_json: bool) -> None:
@@ -147,7 +147,8 @@ def _of_checkpoint(checked: Checked) -> str:
 
 
 def _left_out(checked: Checked) -> Iterator[str]:
-    """Yield a line for standby nodes, for each node that died before, and for each node that the user's jobs avoid."""
+    """Yield a line about nodes on standby, one about each node that died in earlier runs, and one about each node that
+    the user's jobs avoid."""
     shape = checked.shape
     if shape.spares:
         yield f"standby: {', '.join(shape.nodes[-shape.spares :])}, not used by the layout"

@@ -39,7 +39,8 @@ class InSlurm(NamedTuple):
 
 
 def look_at_release(slurm: Slurm, notice: Callable[[str], None]) -> None:
-    """Report a release of Slurm that resihp was not tested with, or that cannot be read; the run continues."""
+    """Give a notice if resihp was not tested with this release of Slurm, or if the release cannot be read. The run
+    continues."""
     try:
         remark = releases.untried(slurm.version())
     except SlurmError as error:

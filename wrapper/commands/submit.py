@@ -72,7 +72,7 @@ class Submitted(NamedTuple):
 def submit(
     job_file: Path, *, dry_run: bool, chain: int, slurm: Callable[[], Slurm], notice: Callable[[str], None]
 ) -> Submitted:
-    """Submit the job, or a chain of `chain` jobs. Raises ResihpError, with a command that helps."""
+    """Submit the job, or a chain of `chain` jobs. Raises ResihpError with the name of a command that helps."""
     configuration = read({}, job_file)
     _check(configuration, chain, notice)
     if dry_run:
@@ -160,7 +160,7 @@ def _check(configuration: Configuration, chain: int, notice: Callable[[str], Non
 
 
 def _check_release(configuration: Configuration, job_file: Path, client: Slurm) -> None:
-    """Raise ConfigurationError if the job needs a newer release of Slurm; SlurmError if Slurm does not answer."""
+    """Raise ConfigurationError if the job needs a newer release of Slurm, and SlurmError if Slurm does not answer."""
     if configuration.slurm.requeue != "expedite":
         return
     version = client.version()
@@ -223,7 +223,7 @@ def _sbatch(client: Slurm, script: Path, job_file: Path, configuration: Configur
 def _register(
     client: Slurm, places: Mapping[str, Path], configuration: Configuration, notice: Callable[[str], None]
 ) -> None:
-    """Enter the queued jobs in the registry, so that `resihp jobs` shows them before they begin."""
+    """Add the queued jobs to the registry, so that `resihp jobs` shows them before they begin."""
     try:
         cluster = client.cluster()
     except SlurmError:

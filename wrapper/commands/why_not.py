@@ -186,7 +186,7 @@ def _not_judged(result: Row) -> str:
 
 
 def _figures(result: Row) -> list[str]:
-    """Return the sentences with the figures behind the answer."""
+    """Return the sentences with the figures on which the answer is based."""
     from wrapper.output.render import percent
 
     figures = []

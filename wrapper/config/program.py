@@ -1,7 +1,7 @@
-"""Classify the user's command (a Python script, a Python module, or anything else) and choose its interpreter.
+"""Classifies the user's command as a Python script, a Python module or anything else, and chooses its interpreter.
 
-Scripts and modules are forked from a server that has imported resihp, so their interpreter must have it. Called by
-`resihp run` before anything is started.
+Scripts and modules are forked from a server that has imported resihp, so their interpreter must have resihp installed.
+Called by `resihp run` before anything is started.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     ledger_url: str
     restart_count: int
     ledger_keep_s: float | None = None
-    """Value of `[ledger] keep`."""
+    """Value of `[ledger] keep`, in seconds; None to keep everything for ever."""
     host: str = "127.0.0.1"
     """Address that the supervisor listens on: never all addresses of a machine."""
     ports: Ports | None = None

@@ -1,7 +1,7 @@
-"""Decide which nodes a run has, how many of them its layout uses, and whether that layout is possible.
+"""Decides which nodes a run has, how many of them its layout uses, and whether the layout is possible.
 
-Nodes come from the configuration with `--local`, from the allocation under Slurm. Errors are raised before anything is
-created or started. Called by `resihp run` and `resihp submit`.
+With `--local`, the nodes come from the configuration; under Slurm, from the allocation. Errors are raised before
+anything is created or started. Called by `resihp run` and `resihp submit`.
 """
 
 from __future__ import annotations

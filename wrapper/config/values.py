@@ -1,8 +1,8 @@
 """Validators of configuration values: sizes, times, names for Slurm, mounts. Each raises ValueError with an
 explanation.
 
-Names and options end up in batch scripts, so no value passes in which a shell or sbatch would see special characters.
-Used by `wrapper.config.schema`.
+Names and options end up in batch scripts. So a value is refused if a shell or sbatch would treat one of its characters
+as special. Used by `wrapper.config.schema`.
 """
 
 from __future__ import annotations

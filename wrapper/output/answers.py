@@ -91,7 +91,8 @@ def write_csv(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
 
 
 def write_parquet(table: pd.DataFrame, path: Path, subject: str) -> None:
-    """Write a table to a Parquet file. Raises UsageError if the file cannot be written."""
+    """Write a table to a Parquet file at `path`. Raises UsageError if the file cannot be written. `subject` names the
+    table in the message about success."""
     try:
         with replacing(path, named_by_user=True) as file:
             table.to_parquet(file, index=False)

@@ -138,7 +138,7 @@ class JobHistory:
     workers: dict[int, PastWorker] = field(default_factory=dict)
     failures: dict[int, PastFailure] = field(default_factory=dict)
     suspicions: dict[int, OpenSuspicion] = field(default_factory=dict)
-    """Open suspicions, by number."""
+    """Open suspicions by number. A suspicion is removed when it is cleared or confirmed by a failure."""
     unfit: dict[Device, tuple[str, float | None]] = field(default_factory=dict)
     """Devices that failed their probe: the occasion of the probe (`start` or `join`), and the speed relative to their
     peers, None if it was not measured."""
@@ -250,7 +250,7 @@ class JobHistory:
                     self.workers[entry.rank] = self.workers[entry.rank]._replace(ended=True, exit=entry.exit)
 
     def _doubt(self, entry: journal.AnyEntry, at: float) -> None:
-        """Update probes, suspicions and failures."""
+        """Update the history with one entry about probes, suspicions or failures."""
         match entry:
             case journal.ProbesTaken():
                 for probe in entry.devices:

@@ -96,11 +96,11 @@ def _pauses(recent: Sequence[Row]) -> list[float]:
 
 
 def ago(seconds: float) -> str:
-    """Return `3 s ago`, `4 min 05 s ago`."""
+    """Format the time since an event: `3 s ago`, `4 min 05 s ago`."""
     return f"{seconds:.0f} s ago" if seconds < 59.5 else f"{duration(seconds)} ago"
 
 
 def of_target(values: Mapping[str, Any]) -> str:
-    """Return `36 of 60`, or `36` without a target."""
+    """Format an iteration with the target: `36 of 60`, or `36` without a target."""
     last = values.get("target")
     return f"{values['iteration']} of {last}" if last else str(values["iteration"])

@@ -35,7 +35,7 @@ HEALTH_STYLES: Mapping[Health, str] = {
     "dead": "bold red",
 }
 MAX_SUSPECT_RANKS = 4
-"""Most ranks that are named in a suspicion."""
+"""Most ranks that the description of a suspicion names."""
 ZERO_S = 5e-8
 """Times up to this, in seconds, are shown as zero, as they may be rounding errors of added and subtracted times."""
 SHORT_DURATION_S = 0.00995
@@ -57,8 +57,8 @@ def one_line(text: str) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return `0.62 s`, `12.3 s`, `4 min 05 s`, `2 h 03 min`, `3 d 04 h`; for short times `3.1 ms`, `250 µs`; `-` for
-    None, NaN and infinities."""
+    """Format a duration: `0.62 s`, `12.3 s`, `4 min 05 s`, `2 h 03 min`, `3 d 04 h`; short ones as `3.1 ms`, `250 µs`;
+    `-` for None, NaN and infinities."""
     if seconds is None or seconds != seconds or seconds in (float("inf"), float("-inf")):
         return "-"
     if seconds < 0:
@@ -80,12 +80,12 @@ def duration(seconds: float | None) -> str:
 
 
 def as_change(ratio: float | None) -> str:
-    """Return a ratio of times as a change: `+50.0 %`."""
+    """Format a ratio of times as a change, such as `+50.0 %` for 1.5."""
     return "-" if ratio is None else f"{100 * (ratio - 1):+.1f} %"
 
 
 def count(number: float) -> str:
-    """Return `812`, `18.2k`, `3.4M`, `1.2G`."""
+    """Format a number briefly: `812`, `18.2k`, `3.4M`, `1.2G`."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= 0.9995 * size:
             return f"{number / size:.1f}{letter}"
@@ -291,7 +291,7 @@ def _wrapped(label: str, words: Sequence[tuple[str, Health]], width: int) -> lis
 
 
 def hours(gpu_hours: float) -> str:
-    """Return `1,234 GPU-h`, `8.21 GPU-h`; for small amounts `12.3 GPU-min` or `4.56 GPU-s`."""
+    """Format GPU-hours: `1,234 GPU-h`, `8.21 GPU-h`; small amounts as `12.3 GPU-min` or `4.56 GPU-s`."""
     if gpu_hours >= 99.95:
         return f"{gpu_hours:,.0f} GPU-h"
     for unit, size in (("h", 1.0), ("min", 1 / 60)):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MIN_TEXT_COLUMNS = 12
 """Smallest width of a column of text. Shorter words are not broken."""
 EDGE_BLANKS = 2
-"""Blanks left and right of a table."""
+"""Total number of blanks at the left and right edge of a table."""
 COLUMN_GAPS = (3, 2)
 """Blanks between columns: normally, and if the table is too wide."""
 EMPTY_CELLS = ("", "-")

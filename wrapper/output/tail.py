@@ -74,7 +74,7 @@ class GrowingFiles:
             yield from self._redrawn(path)
 
     def rest(self) -> Iterator[tuple[Path, str]]:
-        """Yield unfinished lines."""
+        """Yield the unfinished lines that were held back."""
         for path, begun in self._begun.items():
             if begun and _text(begun) != self._shown(path):
                 yield path, _text(begun)

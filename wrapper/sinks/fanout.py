@@ -47,7 +47,7 @@ class LedgerLike(Protocol):
 
 class Listener(Protocol):
     def submit(self, record: Record) -> None:
-        """Take one record, in order. Returns at once."""
+        """Take the next record of the journal. Returns at once."""
 
     def close(self, deadline: float) -> object:
         """Deliver the remaining records until `deadline`, in monotonic seconds."""

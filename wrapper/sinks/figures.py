@@ -212,7 +212,7 @@ def follow(figures: Figures, record: journal.Record) -> None:
 
 
 def _count_upkeep(figures: Figures, entry: journal.AnyEntry) -> None:
-    """Count checkpoints, drains, replacements, and Slurm's answers."""
+    """Count checkpoints, drains, replacement nodes, and Slurm's answers to requests for drains."""
     match entry:
         case journal.CheckpointCommitted():
             figures.checkpoints += 1

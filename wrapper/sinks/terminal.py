@@ -207,7 +207,7 @@ class LiveView:
 
     @_quiet
     def tick(self) -> None:
-        """Refresh the display; called regularly."""
+        """Refresh the display. The supervisor calls this a few times a second."""
         if self._held_since is not None and self._clock() - self._held_since > HOLD_OUTPUT_S:
             self._show_output()
         self._show_start()
@@ -370,7 +370,7 @@ class LiveView:
 
 
 def iteration_line(entry: journal.IterationCommitted) -> str:
-    """Return `iteration 12  loss 4.0312  18.2k tokens/s  0.45 s`."""
+    """Format a committed iteration: `iteration 12  loss 4.0312  18.2k tokens/s  0.45 s`."""
     outcome = entry.outcome
     parts = [f"iteration {outcome.iteration}", f"loss {outcome.loss:.4f}"]
     if entry.seconds:

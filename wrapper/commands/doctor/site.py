@@ -59,7 +59,7 @@ def requested_resources(configuration: Configuration) -> Wanted:
 
 
 def shape(views: Sequence[PartitionView], rules: PartitionRules, job: Wanted) -> Iterator[CheckResult]:
-    """Check the job against a partition; `views` are the partition's nodes by kind."""
+    """Check the job against the limits of a partition. `views`: the nodes of the partition, by kind."""
 
     def finding(outcome: str, text: str, advice: str) -> CheckResult:
         return CheckResult(check="partition", outcome=outcome, text=f"{rules.name}: {text}", advice=advice)  # type: ignore[arg-type]
@@ -205,7 +205,8 @@ def codes(text: str) -> list[int]:
 
 
 def visibility(settings: Mapping[str, str], operator: bool) -> Iterator[CheckResult]:
-    """Check that PrivateData does not hide node states; it does not apply to operators or to one's own jobs."""
+    """Check that PrivateData does not hide the states of nodes. It does not apply to operators, or to a user's own
+    jobs."""
     hidden = set(settings.get("PrivateData", "").lower().split(","))
     if "nodes" in hidden and not operator:
         text = (

@@ -33,8 +33,8 @@ cannot)."""
 EXPEDITED_REQUEUE_SINCE = (25, 11, 0)
 SEGMENTS_SINCE = (24, 11, 0)
 JOB_END_TIME_SINCE = (24, 11, 0)
-"""First releases with sbatch --requeue=expedite, sbatch --segment and SLURM_JOB_END_TIME. Measured in the same way,
-except the first, which is new in 25.11 and must be enabled by the site."""
+"""First releases of Slurm with sbatch --requeue=expedite, sbatch --segment and SLURM_JOB_END_TIME. They were measured
+in the same way, except for --requeue=expedite, which is new in 25.11 and must be enabled by the site."""
 CGROUPS_V2 = Path("/sys/fs/cgroup/cgroup.controllers")
 MIN_KILL_WAIT_S = 10
 TEST_JOB_TIME_S = 1200.0
@@ -65,7 +65,7 @@ def version(slurm: Slurm) -> Iterator[CheckResult]:
 
 
 def offers(release: tuple[int, int, int], settings: Mapping[str, str], survey: Survey) -> Iterator[CheckResult]:
-    """Report useful features of this Slurm that older releases lack; missing features are not reported."""
+    """Report useful features of this release of Slurm that older releases lack. Missing features are not reported."""
     features = []
     if release >= JOB_END_TIME_SINCE:
         features.append("jobs know their end time (SLURM_JOB_END_TIME)")
@@ -139,9 +139,10 @@ def requeue(settings: Mapping[str, str]) -> Iterator[CheckResult]:
 
 
 def firewall(settings: Mapping[str, str], ports: str) -> Iterator[CheckResult]:
-    """Check the configured ports against srun's range, as a site with such a range usually blocks all other ports.
+    """Check that the configured ports are in srun's range, because a site with such a range usually blocks all other
+    ports.
 
-    `ports`: the range configured for resihp, empty for none.
+    `ports`: the range configured for resihp; empty if none is.
     """
     range_of_srun = settings.get("SrunPortRange", "").replace("0-0", "")
     theirs = "; the kernel chooses the ports of gloo and NCCL (net.ipv4.ip_local_port_range)"
@@ -181,7 +182,8 @@ def releases_nodes(release: tuple[int, int, int], settings: Mapping[str, str]) -
 
 
 def chosen(views: Sequence[PartitionView], wanted: str) -> list[str]:
-    """Return the partitions of a job that requests `wanted`, empty for Slurm's default; none without a default."""
+    """Return the partitions for a job that requests `wanted`, where empty means Slurm's default; an empty list if there
+    is no default."""
     return [name for name in wanted.split(",") if name] or [view.name for view in views if view.default][:1]
 
 
@@ -256,7 +258,7 @@ def munge(survey: Survey, settings: Mapping[str, str]) -> Iterator[CheckResult]:
 
 
 def _seconds(text: str) -> int:
-    """Return the seconds of a time as scontrol shows it, such as `30 sec` or `5 min`."""
+    """Return the number of seconds of a time in scontrol's form, such as `30 sec` or `5 min`."""
     match = re.match(r"(\d+)\s*(\w*)", text)
     if match is None:
         return 0

@@ -112,7 +112,7 @@ class HistoryQuery:
         return None
 
     def last(self, rows: list[Row]) -> list[Row]:
-        """Return the last rows, at most as many as the limit."""
+        """Return the last rows, at most `limit` of them."""
         return rows if self.limit is None else rows[-self.limit :]
 
     @property

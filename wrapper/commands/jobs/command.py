@@ -1,7 +1,8 @@
-"""`resihp jobs`: list a user's running jobs with their progress, and how the last ones ended. Data goes to stdout.
+"""`resihp jobs`: list a user's running jobs with their progress, and the outcome of recently ended jobs. Data goes to
+stdout.
 
 Reads only, except that the end of a dead job is recorded. Slow imports are inside the functions: a ledger is opened
-only for a running job without a recent progress report of its supervisor.
+only for a running job whose supervisor has not reported progress recently.
 """
 
 from __future__ import annotations

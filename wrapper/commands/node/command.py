@@ -239,7 +239,7 @@ def _most_drained() -> int | None:
 
 
 def _exclusions(slurm: Slurm, other_home: Path | None = None) -> Exclusions:
-    """Return the exclusion list of this home, or of the given one."""
+    """Return the exclusion list of `other_home`, by default of this home."""
     from slurm.drains.exclusions import Exclusions
     from wrapper.job_folder import check_our_home, home
 
@@ -302,7 +302,8 @@ def _print(steps: Iterator[Step], as_json: bool) -> dict[str, str]:
 
 
 def _rows(cluster: str, slurm: Slurm | None) -> list[dict[str, Any]]:
-    """Return rows for excluded nodes, and for formerly excluded ones that are still drained with our reason."""
+    """Return rows for nodes that are excluded, and for nodes that no longer are but are still drained with our
+    reason."""
     from slurm.client import PREFIX
     from slurm.errors import SlurmError
     from wrapper.slurm_tasks import exclusion_lists as lists

@@ -28,7 +28,7 @@ MAX_SLOW_SHOWN = 12
 
 
 def title(query: Question, model: str, hardware: str) -> str:
-    """Return the title: model, sequence length, devices and failures."""
+    """Return the title of the answer: model, sequence length, devices and failures."""
     nodes = len(set(query.nodes.values()))
     return (
         f"{Path(model).stem}, {query.model.sequence} tokens per sequence, on {len(query.nodes)} {Path(hardware).stem} "
@@ -55,7 +55,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def gigabytes(count: int) -> str:
-    """Return a size as `49.7 GB`, or `12.3 MB` below 0.1 GB."""
+    """Format a number of bytes as `49.7 GB`, or as `12.3 MB` below 0.1 GB."""
     return f"{count / 1e9:.1f} GB" if count >= 0.1e9 else size(count)
 
 
@@ -80,7 +80,7 @@ def show_times(screen: Console, outcome: WhatIfAnswer) -> None:
 
 
 def described(layout: Layout) -> str:
-    """Return `DP2 x PP4 x TP4`; for a layout that is not uniform, the numbers of working and standby ranks."""
+    """Describe a layout: `DP2 x PP4 x TP4`, or the numbers of working and standby ranks if it is not uniform."""
     words = layout.describe()
     if "|" not in words and len(words) <= 30:
         return words

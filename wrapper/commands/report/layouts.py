@@ -30,7 +30,7 @@ _TIPS: Mapping[PlanEffect, str] = {
     "standby": ", standby",
 }
 MAX_WHOLE_REPLICAS = 4
-"""Most replicas of a layout that is drawn completely."""
+"""Most replicas of a layout whose replicas are all drawn."""
 MAX_CHANGED_DRAWN = 8
 """Most changed replicas of a plan that are drawn; of more, the first ones."""
 MAX_STANDBY_DRAWN = 64
@@ -119,7 +119,8 @@ def _layout(row: Row) -> Layout:
 def _picture(
     title: str, layout: Layout, other_layout: Layout | None, nodes: Mapping[int, tuple[str, int]], *, looks_ahead: bool
 ) -> Picture:
-    """Return the picture of `layout`, compared with the layout after it (`looks_ahead`) or before it."""
+    """Return the picture of `layout`. With `looks_ahead`, `other_layout` is the layout after it, otherwise the one
+    before it."""
     depth = max((len(replica.stages) for replica in layout.replicas), default=0)
     usual = [_usual(layout, s) for s in range(depth)]
     lines: list[Line] = []
@@ -148,7 +149,7 @@ def _picture(
 
 
 def _effects(layout: Layout, other_layout: Layout | None, *, looks_ahead: bool) -> list[list[list[PlanEffect]]]:
-    """Return the plan's effect on each rank, by replica and stage."""
+    """Return the effect of the plan on each rank, by replica and stage."""
     if other_layout is None:
         return [[["kept"] * stage.tp for stage in replica.stages] for replica in layout.replicas]
     places_here, places_there = dict(layout.places()), dict(other_layout.places())
@@ -181,7 +182,8 @@ def _chip(rank: int, effect: PlanEffect, nodes: Mapping[int, tuple[str, int]]) -
 def _same(
     rank: int, places_here: Mapping[int, Place], places_there: Mapping[int, Place], layout: Layout, other_layout: Layout
 ) -> bool:
-    """Return whether the rank computes the same layers in a group of the same size; its replica's number may differ."""
+    """Return whether the rank computes the same layers in a tensor-parallel group of the same size. The number of its
+    replica may differ."""
     if rank not in places_there:
         return False
     place_here, place_there = places_here[rank], places_there[rank]
@@ -196,7 +198,8 @@ def _same(
 
 
 def _drawn(layout: Layout, effects: Sequence[Sequence[Sequence[PlanEffect]]]) -> set[int]:
-    """Return the replicas that get a row: all of a small layout; else the changed ones and the first unchanged one."""
+    """Return the replicas that get a row: all replicas of a small layout; otherwise the changed ones and the first
+    unchanged one."""
     count = len(layout.replicas)
     if count <= MAX_WHOLE_REPLICAS:
         return set(range(count))

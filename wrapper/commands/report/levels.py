@@ -27,13 +27,13 @@ class LevelsPicture(msgspec.Struct, frozen=True):
 
     picture: Markup
     ranks: tuple[tuple[int, str], ...]
-    """Ranks with a line of their own, each with the line's style."""
+    """Ranks with a separate line, each with the style of its line."""
     others: int
     """Number of ranks without a line of their own."""
 
 
 def rank_levels(facts: Facts) -> LevelsPicture | None:
-    """Draw the levels of all ranks with scores; return None if there are none."""
+    """Draw the levels of all ranks that have scores; return None if no rank has any."""
     scores = facts.scores
     lines = {rank: line for rank, line in scores.lines.items() if line}
     iterations = [at for line in lines.values() for at, _ in line] + [at for at, _, _ in scores.spread]

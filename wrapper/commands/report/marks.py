@@ -1,4 +1,4 @@
-"""Marks and labels of failures, shared by both pictures over time. Pure."""
+"""Marks and labels of failures, for the pictures of the report. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def clock(moment: datetime) -> str:
 
 
 def iterations_of(row: Row) -> str:
-    """Return the iteration at which a failure was noticed, or the range in which something was slow."""
+    """Return the iteration in which a failure was noticed, or the range of iterations in which something was slow, as
+    text."""
     if row["kind"] != "fail-slow":
         return str(row["iteration"])
     return f"{row['iteration']} to {row['ended_iteration'] or 'the end'}"

@@ -104,7 +104,7 @@ def run(
     signals: Sequence[Row],
     now: datetime,
 ) -> Run:
-    """Compute one run from its rows; `signals` are events of the kind `JobSignalled`."""
+    """Return one run, computed from its rows. `signals`: events of the kind `JobSignalled`."""
     from db.reading.costs.goodput import course
 
     last_moment = job["last_entry_at"] if job["state"] == "abnormal" else job["ended_at"] or now
@@ -135,7 +135,7 @@ def run(
 
 
 def total(slurm_job: str, runs: Sequence[Run]) -> Total:
-    """Add up the runs of a Slurm job."""
+    """Return the sum of the runs of a Slurm job."""
     ordered = sorted(runs, key=lambda ordered_run: ordered_run.began)
     used_gpu_hours: list[float] = []
     repeated_from = float("inf")
@@ -209,7 +209,8 @@ RUN_HEADINGS = ("run", "began (UTC)", "wall time", "GPU-hours held", "used", "no
 
 
 def sentence(all_runs: Total) -> str:
-    """Return a sentence on outcome, share of used GPU-hours, restarts, preemptions, nodes lost and replaced."""
+    """Return a sentence on the outcome, the share of used GPU-hours, restarts, preemptions, and nodes lost and
+    replaced."""
     from wrapper.output.render import percent
 
     def counted(number: int, noun: str) -> str:

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 READ_INTERVAL_S = 1.0
 """Seconds between two readings of the ledger."""
 MAX_READING_SHARE = 0.2
-"""Largest share of the time spent reading; a ledger that is slow to read is read less often."""
+"""Largest share of the time that is spent reading. A ledger that is slow to read is read less often."""
 LINE_INTERVAL_S = 10.0
 """Seconds between two lines about progress, without a terminal."""
 MAX_RECENT_ITERATIONS = 400
-"""Iterations read for the line of iteration times."""
+"""Most iterations that are read for the line of iteration times."""
 # --- following a job ------------------------------------------------------------------------------------------------
 
 
@@ -66,9 +66,9 @@ def follow(
     wait: Callable[[float], bool] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> str:
-    """Show the job until it ends and return its last state.
+    """Show the job until it ends, and return its last state.
 
-    `wait` pauses for a number of seconds and returns True if the window was resized meanwhile.
+    `wait` pauses for a number of seconds, and returns True if the window was resized meanwhile.
     """
     state, took_s = _timed(read, clock)
     try:

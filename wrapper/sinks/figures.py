@@ -56,7 +56,7 @@ class Figures:
     once."""
     committed_at: float | None = None
     committed_epoch: int = 0
-    """Epoch of the last committed iteration. The plan in effect may already have the next epoch."""
+    """Epoch of the last committed iteration. The plan in effect may already have a later epoch."""
     last_at: float | None = None
     ended_at: float | None = None
     iteration: int = 0

@@ -139,8 +139,8 @@ def requeue(settings: Mapping[str, str]) -> Iterator[CheckResult]:
 
 
 def firewall(settings: Mapping[str, str], ports: str) -> Iterator[CheckResult]:
-    """Check that the configured ports are in srun's range, because a site with such a range usually blocks all other
-    ports.
+    """Warn if Slurm has a range of ports for srun and none is configured for resihp: a site with such a range usually
+    blocks all other ports between nodes.
 
     `ports`: the range configured for resihp; empty if none is.
     """

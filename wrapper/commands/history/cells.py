@@ -83,7 +83,7 @@ def prediction(row: Row) -> str:
 
 
 def drain_step(row: Row) -> str:
-    """Return the step of the drain ladder; with its outcome, unless the step succeeded."""
+    """Return the step of the drain ladder; with its outcome, unless that is `done`."""
     step = {"slurm": "Slurm", "spool": "site", "exclusion": "our jobs"}.get(row["step"], "-")
     return step if row["outcome"] in ("done", None) else f"{step} {row['outcome']}"
 

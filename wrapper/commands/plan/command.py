@@ -174,7 +174,7 @@ def _show_losses(
 
 
 def happened(options: PlanOptions) -> bool:
-    """Return whether the options name something that failed or is slow."""
+    """Return whether the options name a device, node or link that failed or is slow."""
     return bool(options.fail or options.fail_node or options.slow or options.slow_link)
 
 

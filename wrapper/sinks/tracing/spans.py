@@ -175,8 +175,9 @@ class Story:
     def _interrupted_at(self, record: journal.Record, entry: journal.Reconfigured) -> float:
         """Return the time, in seconds since 1970, when training was interrupted.
 
-        Two records lead to this time, and each was written at or after its event. So the earlier result is the more
-        accurate one. A record of another leader is not used, because that leader measured from another moment.
+        It is computed both from the record of the first iteration after the change of plan and from the record that the
+        plan took effect. Each was written at or after its event, so the earlier of the two results is the more accurate
+        one. A plan's record by another leader is not used, because that leader measured from another moment.
         """
         began = record.at - entry.seconds
         if self._in_effect is not None and self._in_effect[0] == entry.epoch:

@@ -11,18 +11,18 @@ def main() -> None:
     try:
         from db.url_passwords import hide_own
 
-        hide_own()  # before slow imports: until then other users can read the passwords in our arguments
+        hide_own()  # before slow imports: until then, other users can read the passwords in our arguments
         from wrapper.cli import main as run
 
         run()
-    except KeyboardInterrupt:  # also during imports, which take seconds on a busy shared disk
+    except KeyboardInterrupt:  # may also arrive during imports, which take seconds on a busy shared disk
         sys.exit(130)
 
 
 def _leave_python_path() -> None:
-    """Remove the user's PYTHONPATH from sys.path, where a `db.py` of theirs would hide ours. Workers get it back.
+    """Remove the user's PYTHONPATH from sys.path, because a `db.py` of the user would hide ours. Workers get it back.
 
-    The entry that holds resihp itself stays.
+    The entry that contains resihp itself stays.
     """
     own_folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)

@@ -37,13 +37,13 @@ SELF_REGISTERING_COMMANDS = (
     *(jobs, status, logs, stop, checkpoint),
     *(history, why_not, compare, db, node, analyze, plan, doctor, init, report),
 )
-"""Modules with a `register` function that adds their command, in the order of `resihp --help`."""
+"""Modules with a `register` function that adds the module's command, in the order of `resihp --help`."""
 
 SELF_EXPLANATORY_ERRNOS = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ELOOP}
     | {errno.ENAMETOOLONG, errno.EMFILE, errno.ENFILE}
 )
-"""File errors whose own text is explanation enough: no traceback is printed."""
+"""Errors of files whose message is explanation enough, so that no traceback is printed."""
 
 app = typer.Typer(
     name="resihp",
@@ -244,9 +244,9 @@ for command in SELF_REGISTERING_COMMANDS:
 
 
 class _Output(io.TextIOWrapper):
-    """Stdout that exits quietly when its reader has closed it (`| head`) or its disk is full.
+    """Stdout that exits quietly if its reader has closed it (`| head`) or its disk is full.
 
-    Neither case prints a traceback or ends with an exit code that means something else about a job.
+    In both cases, no traceback is printed, and the exit code cannot be taken for a result of the job.
     """
 
     def write(self, text: str) -> int:
@@ -273,11 +273,11 @@ class _Output(io.TextIOWrapper):
 def main() -> None:
     """Run the command line; the entry point of `resihp`."""
     if not os.environ.get("COLUMNS", "").strip("0"):
-        os.environ.pop("COLUMNS", None)  # a terminal without a width; at zero columns nothing would be printed
+        os.environ.pop("COLUMNS", None)  # a terminal may report a width of zero columns; then nothing would be printed
     if sys.stdout is None:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - stdout was closed; this file stays open until exit
     output = sys.stdout
-    if isinstance(output, io.TextIOWrapper) and output is sys.__stdout__:  # a caller may have replaced it
+    if isinstance(output, io.TextIOWrapper) and output is sys.__stdout__:  # unless the caller has replaced stdout
         encoding, errors, live = output.encoding, output.errors, output.isatty()
         sys.stdout = _Output(output.detach(), encoding=encoding, errors=errors, line_buffering=live)
     try:

@@ -1,10 +1,11 @@
-"""Signals that arrive before a job can handle them: its supervisor imports for seconds, and the user may press Ctrl-C
-just then.
+"""Records signals that arrive before a job can handle them. The imports of its supervisor take seconds, and the user
+may press Ctrl-C meanwhile.
 
-`resihp run` notes them from before it creates the job's folder (`note`) until its guardian passes them on (`noted`).
-The guardian starts the supervisor with these signals blocked in the kernel (`held`); when the supervisor begins to run,
-it notes them as well, and once there is a job they are handled as if they had arrived now (`hand_over`). After its
-event loop has ended, it ignores them (`ignore`). State of one process, as signals are.
+`resihp run` records signals (`note`) from before it creates the job's folder until its guardian forwards them
+(`noted`). The guardian starts the supervisor with these signals blocked in the kernel (`held`). When the supervisor
+begins to run, it records them as well; once there is a job, they are handled as if they had arrived at that moment
+(`hand_over`). After its event loop has ended, the supervisor ignores them (`ignore`). The state belongs to one process,
+as signal handlers do.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 _received: list[signal.Signals] = []
 _previous_handlers: dict[signal.Signals, Any] = {}
-"""Handlers that were replaced by `note`."""
+"""The handlers that `note` replaced."""
 
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Block the signals while a child is started: for it they stay pending until it calls `note`. Ours arrive
-    afterwards."""
+    """Block the signals while a child process is started. For the child, they stay pending until it calls `note`; this
+    process receives its own signals afterwards."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
     try:
         yield
@@ -35,14 +36,13 @@ def held() -> Iterator[None]:
 
 
 def of_command() -> tuple[signal.Signals, ...]:
-    """Return the signals that `resihp run` handles: also the closing of its terminal, unless that is ignored
-    (nohup)."""
+    """Return the signals that `resihp run` handles: those of a job, and SIGHUP, unless it is ignored (nohup)."""
     return JOB_SIGNALS if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (*JOB_SIGNALS, signal.SIGHUP)
 
 
 def note(numbers: Sequence[signal.Signals] = JOB_SIGNALS) -> None:
-    """From here on, note these signals, which then do not end this process. Call before starting threads: theirs would
-    stay blocked."""
+    """Record these signals from now on, instead of ending this process. Call this before starting threads: otherwise
+    the signals would stay blocked in the threads."""
     for number in numbers:
         before = signal.signal(number, lambda number, _: _received.append(signal.Signals(number)))
         _previous_handlers.setdefault(number, before)
@@ -50,20 +50,21 @@ def note(numbers: Sequence[signal.Signals] = JOB_SIGNALS) -> None:
 
 
 def noted() -> list[signal.Signals]:
-    """Return the signals that have arrived, once."""
+    """Return the signals that have arrived since the last call, and forget them."""
     received, _received[:] = list(_received), []
     return received
 
 
 def as_before() -> None:
-    """Restore the handlers from before `note`."""
+    """Restore the handlers that `note` replaced."""
     for number, handler in _previous_handlers.items():
         signal.signal(number, handler)
     _previous_handlers.clear()
 
 
 def hand_over(answer: Callable[[signal.Signals], None]) -> None:
-    """Handle the signals in the running loop from here on, and now those that have already arrived."""
+    """Let `answer` handle the signals in the running event loop from now on, and also those that have already
+    arrived."""
     loop = asyncio.get_running_loop()
     for number in JOB_SIGNALS:
         loop.add_signal_handler(number, answer, number)
@@ -72,7 +73,7 @@ def hand_over(answer: Callable[[signal.Signals], None]) -> None:
 
 
 def ignore() -> None:
-    """Ignore the signals, because nothing is left to stop. In the kernel: Python's handlers end before its process
-    does."""
+    """Ignore the signals from now on, because nothing is left to stop. They are ignored in the kernel, since Python's
+    handlers end before the process does."""
     for number in JOB_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Exit codes of resihp, and one table from errors to codes, used by the command line and the supervisor.
+"""Exit codes of resihp, and the table that maps errors to exit codes. Used by the command line and the supervisor.
 
 0 done · 1 training failed · 2 usage · 3 unhealthy environment · 4 restart budget spent · 5 not enough healthy nodes ·
 69 refused or no answer · 70 resihp itself failed · 75 please requeue · 93 do not requeue (the training program is
@@ -13,19 +13,19 @@ from slurm.errors import SlurmOutputError
 TRAINING_FAILED = 1
 """Training failed."""
 SERVICE_UNAVAILABLE = 69
-"""A request was refused or not answered: by Slurm, a job's supervisor, or a full disk. EX_UNAVAILABLE of sysexits. It
-implies nothing about the training."""
+"""A request was refused or not answered: by Slurm, by a job's supervisor, or because a disk is full. EX_UNAVAILABLE of
+sysexits. Says nothing about the training."""
 INTERNAL_ERROR = 70
-"""resihp itself failed: an unforeseen exception, or Slurm output that is not as documented. EX_SOFTWARE of sysexits. It
-implies nothing about the training."""
+"""resihp itself failed: an unforeseen exception, or output of Slurm in an undocumented form. EX_SOFTWARE of sysexits.
+Says nothing about the training."""
 REQUEUE_REQUESTED = 75
 """The job should be requeued."""
 TRAINING_BROKEN = 93
 """The training program is broken; the job must not be requeued."""
 LEADER_DEPOSED = 76
-"""A supervisor gave up the lead. Seen only by its guardian, never the exit code of `resihp run`."""
+"""A supervisor has given up leading the job. Only its guardian sees this code; `resihp run` never exits with it."""
 CANNOT_LEAD = 77
-"""A successor could not start. Seen only by its agent, so that another node is chosen."""
+"""A successor could not start. Only its agent sees this code, so that another node is chosen."""
 OUTPUT_CLOSED = 141
 """The reader closed stdout early (for example `head`). A shell reports SIGPIPE with the same code."""
 
@@ -39,7 +39,8 @@ EXIT_CODES: dict[type[errors.ResihpError], int] = {
     SlurmOutputError: INTERNAL_ERROR,
     errors.ResihpError: SERVICE_UNAVAILABLE,
 }
-"""The first class of an exception's method resolution order that is listed here decides."""
+"""Exit code of each class of errors. An error of a class that is not listed has the code of its nearest listed base
+class."""
 
 
 def exit_code_of(error: errors.ResihpError) -> int:

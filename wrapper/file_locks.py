@@ -1,6 +1,6 @@
-"""Locks on files, held while a descriptor is open: they show who leads a job, and whether anybody does.
+"""Locks on files. A lock is held while its descriptor is open, and shows whether a process leads a job.
 
-Decides nothing. Called by `wrapper.job_folder`, and by an agent that watches over a successor.
+Decides nothing. Called by `wrapper.job_folder`, and by an agent that watches a successor.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from resihp.errors import OwnershipError, UsageError
 LOCK_NAME = "supervisor.lock"
 """Name of the lock file in a job's folder."""
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
-"""Errors of flock on Lustre without -o flock, and on file systems without locks."""
+"""Errors of flock on Lustre mounted without -o flock, and on other file systems without locks."""
 
 NO_LOCK_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})
-"""Errors of opening a link, a folder or a socket."""
+"""Errors of opening a path that is a link, a folder or a socket."""
 _NOT_REGULAR = "{path}: must be a regular file (the job's lock), but is a link or another kind of file; remove it"
 
 
 def lock_file(path: Path, *, look: bool = False) -> int | None:
-    """Lock a file, created if needed, while the descriptor is open; return None if another process holds the lock.
+    """Lock a file until its descriptor is closed; return the descriptor, or None if another process holds the lock.
 
-    `look`: only check whether the lock is held; nothing is created or written, and others may check as well. Raises
-    UsageError if the file system has no locks, OwnershipError if the path is a link or not a regular file.
+    The file is created if needed. `look`: only check whether the lock is held; nothing is created or written, and other
+    processes may check at the same time. Raises UsageError if the file system has no locks, OwnershipError if the path
+    is a link or not a regular file.
     """
     flags = os.O_RDONLY if look else os.O_RDWR | os.O_CREAT
     try:

@@ -1,9 +1,9 @@
-"""Jobs on disk: creating a job's folder, and finding a job by its name.
+"""Jobs on disk: creates a job's folder, and finds a job by its name.
 
-A job is named after its Slurm job, `1234`, or `1234_5` in an array, and after Slurm has requeued that, `1234-r1`,
-`1234-r2`; a further one in the same allocation is `1234-2`; without Slurm it is `local-<n>`. `wrapper.job_files`
-describes its folder. A registry (`wrapper.registry`) knows a user's jobs of all homes, so that a name is understood in
-any folder. Used by every command that names a job. Never talks to a running job.
+A job is named after its Slurm job: `1234`, or `1234_5` for a task of an array; `1234-r1`, `1234-r2` after Slurm has
+requeued it; `1234-2` for a second job in the same allocation. Without Slurm, the name is `local-<n>`.
+`wrapper.job_files` describes the folder. The registry (`wrapper.registry`) has a user's jobs of all homes, so that a
+name is understood in any folder. Used by every command that takes a job's name. Never contacts a running job.
 """
 
 from __future__ import annotations
@@ -48,20 +48,21 @@ if TYPE_CHECKING:
     pass
 
 LOCK_PATIENCE_S = 2.0
-"""How long to wait for the lock: commands that check whether a job is alive hold it for a moment."""
+"""How long to wait for the lock, in seconds: commands that check whether a job is alive hold it for a moment."""
 MAX_HOMES = 3
-"""Most other homes that are named in a message."""
+"""Most other homes that a message names."""
 
 _ID = re.compile(r"(?!\d+$)[0-9a-f]{8}[0-9a-f-]{0,28}")
-"""A job's id in its ledger, or its beginning; digits alone are a Slurm job's number, perhaps a mistyped one."""
+"""A job's id in its ledger, or the beginning of one. Digits alone are not an id but a Slurm job's number, perhaps
+mistyped."""
 _LOCAL_NAME = re.compile(r"local-(\d+)")
 
 
 def close_home() -> None:
-    """Make sure that nobody else can put a job into this home, if it exists.
+    """Make sure that nobody else can put a job into this home, if the home exists.
 
-    `jobs` is created by us alone: if an older version left its mode to the umask, write permission of others is
-    removed. Raises OwnershipError if the home, or a folder above it, is writable by others.
+    If an older version created the folder `jobs` with write permission for others, that permission is removed. Raises
+    OwnershipError if the home, or a folder above it, is writable by others.
     """
     jobs = home() / "jobs"
     if not jobs.parent.is_dir():
@@ -76,7 +77,8 @@ def close_home() -> None:
 
 
 def _make_jobs() -> Path:
-    """Create the folder of all jobs, for its owner alone whatever the umask. Raises OSError, OwnershipError."""
+    """Create the folder of all jobs, accessible only to its owner whatever the umask is. Raises OSError,
+    OwnershipError."""
     jobs = home() / "jobs"
     for folder in (jobs.parent, jobs):
         with suppress(FileExistsError):
@@ -86,7 +88,8 @@ def _make_jobs() -> Path:
 
 
 def create_local_job() -> OurJob:
-    """Create folder, key and journal folder of the next `local-<n>`; safe against other processes that do the same."""
+    """Create the folder, the key and the journal folder of the next `local-<n>`. Several processes may call this at
+    once."""
     jobs = home() / "jobs"
     try:
         _make_jobs()
@@ -104,7 +107,7 @@ def create_local_job() -> OurJob:
 
 
 def create_slurm_job(job_id: str, restart_count: int) -> OurJob:
-    """Create folder, key and journal folder of a run of this Slurm job."""
+    """Create the folder, the key and the journal folder of a run of this Slurm job."""
     jobs = home() / "jobs"
     name = f"{job_id}-r{restart_count}" if restart_count else job_id
     try:
@@ -123,7 +126,7 @@ def create_slurm_job(job_id: str, restart_count: int) -> OurJob:
 
 
 def runs_of(job_id: str, in_home: Path | None = None) -> list[Job]:
-    """Return the runs of this Slurm job, newest first; `in_home`: of that home."""
+    """Return the runs of this Slurm job in `in_home`, by default in this home, newest first."""
     return [job for job in all_jobs(in_home) if slurm_job_of(job.name) == job_id]
 
 
@@ -151,10 +154,10 @@ def _furnish(job: OurJob) -> OurJob:
 
 
 def _local_place(job: Job) -> Path:
-    """Create a folder on local disk for this job alone: names repeat between homes, so its name has a digest of the
-    job's folder.
+    """Create a folder on local disk for the journal of this job. Its name includes a digest of the job's folder,
+    because names of jobs repeat between homes.
 
-    Raises UsageError if the folder for all jobs is writable by others, who could forge our files there.
+    Raises UsageError if the folder of all journals is writable by others, as they could forge our files there.
     """
     root = Path(os.environ.get("RESIHP_LOCAL") or f"/var/tmp/resihp-{os.getuid()}").absolute()
     try:
@@ -164,7 +167,7 @@ def _local_place(job: Job) -> Path:
         check_folder(root, "RESIHP_LOCAL")
         check_above(root, "RESIHP_LOCAL")
         place = root / job.place_name
-        if place.exists():  # of an earlier job that was removed since
+        if place.exists():  # left by an earlier job of the same folder that was removed since
             shutil.rmtree(place)
         place.mkdir(mode=0o700)
     except OSError as error:
@@ -173,7 +176,7 @@ def _local_place(job: Job) -> Path:
 
 
 def all_jobs(in_home: Path | None = None) -> list[Job]:
-    """Return the jobs of this home, or of the one named, newest first."""
+    """Return the jobs of `in_home`, by default of this home, newest first."""
     jobs = (in_home or home()) / "jobs"
     try:
         folders = list(jobs.iterdir())
@@ -187,18 +190,19 @@ def all_jobs(in_home: Path | None = None) -> list[Job]:
         try:
             jobs_by_age.append((job.read().created_at, job.name, job))
         except JobNotFoundError:
-            continue  # incomplete, or not ours
+            continue  # incomplete, or not readable for us
     return [job for _, _, job in sorted(jobs_by_age, key=lambda item: item[:2], reverse=True)]
 
 
 def find_job(name: str | None = None, *, acts: bool = False) -> Job:
-    """Return the job of that name, the newest one without a name; of a Slurm job that was requeued, its newest run.
+    """Return the job of this name; without a name, the newest job. If Slurm requeued the job, return its newest run.
 
-    This home is searched first, then the user's jobs of all other homes; a string that is no name may be the beginning
-    of an id. A path names the job in that folder. `acts`: the command changes the job, so a job of another home has to
-    be named.
+    This home is searched first, then the user's other homes. A text that is no job's name may be the beginning of a
+    job's id, and a path names the job in that folder. `acts`: the command changes the job, so that a job of another
+    home is used only if it is named.
 
-    Raises JobNotFoundError with similar names, UsageError with the choices if several other homes have that name.
+    Raises JobNotFoundError with similar names, or UsageError with the choices if several other homes have a job of this
+    name.
     """
     if name is not None and os.sep in name:
         return _in_folder(Path(name).absolute())
@@ -214,9 +218,10 @@ def find_job(name: str | None = None, *, acts: bool = False) -> Job:
 
 
 def _find_elsewhere(name: str, jobs: Sequence[Job]) -> Job:
-    """Return the job of that name, or of that id, which is none of the `jobs` here by its name."""
+    """Return the job of this name in another home, or the job with this id in any home. `jobs`: the jobs of this
+    home."""
     matches, wrong = registry.entries(lambda other: _is_named(other, name))
-    by_home = {entry.home: entry for entry in reversed(matches) if is_there(entry)}  # the newest of each home
+    by_home = {entry.home: entry for entry in reversed(matches) if is_there(entry)}  # the newest entry of each home
     if len(by_home) == 1:
         return job_of(*by_home.values())
     if by_home:
@@ -237,8 +242,8 @@ def _find_elsewhere(name: str, jobs: Sequence[Job]) -> Job:
 
 
 def id_of(job: Job) -> str | None:
-    """Return the job's id in its ledger (`resihp history jobs`), from job.json, or from the first record of its
-    journal; None if neither has it."""
+    """Return the job's id in its ledger (`resihp history jobs`), from job.json or from the first record of its journal;
+    None if neither has it."""
     from resihp.record import journal_file
     from resihp.record.job_uuid import job_uuid
 
@@ -253,14 +258,14 @@ def id_of(job: Job) -> str | None:
 
 
 def _with_id(begins: str, here: Sequence[Job]) -> list[Job]:
-    """Return the jobs, of this home and of all others, with ids that begin so."""
+    """Return the jobs, in all homes of the user, whose ids begin with `begins`. `here`: the jobs of this home."""
     others = [job_of(entry) for entry in registry.entries()[0] if is_there(entry)]
     candidates = {job.folder: job for job in (*here, *others)}.values()
     return [job for job in candidates if (uuid := id_of(job)) is not None and uuid.startswith(begins)]
 
 
 def no_job_here() -> JobNotFoundError:
-    """Return the error for a home without jobs."""
+    """Return the error for a home without jobs, with advice."""
     homes, (_, wrong) = other_homes(), registry.entries()
     where = f"; you have jobs in {named(homes)}: set RESIHP_HOME to one of them, or name a job" if homes else ""
     unread = f"; {wrong[0]}" if wrong else ""
@@ -268,20 +273,20 @@ def no_job_here() -> JobNotFoundError:
 
 
 def other_homes() -> list[str]:
-    """Return other homes of the user with jobs that are visible from here, the one with the newest job first."""
+    """Return the user's other homes that have jobs and are visible from here, the home with the newest job first."""
     here = str(home())
     homes = dict.fromkeys(entry.home for entry in registry.entries()[0] if entry.home != here)
     return [folder for folder in homes if Path(folder, "jobs").is_dir()]
 
 
 def named(homes: Sequence[str]) -> str:
-    """Return the first homes, and the number of further ones."""
+    """Return the first homes as text, with the number of the others."""
     more = len(homes) - MAX_HOMES
     return ", ".join(homes[:MAX_HOMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def is_there(entry: registry.KnownJob) -> bool:
-    """Return whether the folder of a registered job still holds that job."""
+    """Return whether the folder of a registered job still contains that job."""
     try:
         return job_of(entry).read().created_at == entry.began_at
     except JobNotFoundError:
@@ -315,7 +320,7 @@ def _in_folder(folder: Path) -> Job:
 
 
 def is_our_home(home: Path) -> bool:
-    """Return whether a home exists and is ours, or root's: then its files are trusted, and may be changed."""
+    """Return whether a home exists and belongs to us, or root: then its files are trusted, and may be changed."""
     try:
         check_our_home(home)
     except OwnershipError:
@@ -324,8 +329,10 @@ def is_our_home(home: Path) -> bool:
 
 
 def check_our_home(home: Path) -> Path:
-    """Return a home that is ours, or root's, or does not exist yet. Raises OwnershipError if others could have put
-    files into it, which are neither trusted nor overwritten."""
+    """Return the home if it belongs to us or root, or does not exist yet.
+
+    Raises OwnershipError if others could have put files into it: such files are neither trusted nor overwritten.
+    """
     try:
         check_folder(home)
         check_above(home)
@@ -337,7 +344,7 @@ def check_our_home(home: Path) -> Path:
 
 
 def our_jobs(in_home: Path | None = None) -> list[OurJob]:
-    """Return those of `all_jobs` that are ours."""
+    """Return the jobs of `all_jobs` that are ours."""
     return [own for job in all_jobs(in_home) if (own := ours(job)) is not None]
 
 
@@ -361,7 +368,8 @@ def _choice(entry: registry.KnownJob) -> str:
 
 
 def hold_lock(job: OurJob) -> int:
-    """Take the job's lock until this process ends. Raises UsageError if another process has it."""
+    """Take the job's lock until this process ends, and return its descriptor. Raises UsageError if another process
+    keeps the lock."""
     deadline = time.monotonic() + LOCK_PATIENCE_S
     while (lock := take_lock(job)) is None:
         if time.monotonic() > deadline:

@@ -1,13 +1,14 @@
-"""Registry of a user's jobs, wherever their folders are: one small file for each job, so that commands find it from
-anywhere.
+"""Registry of a user's jobs: one small file for each job, so that commands find a job in any folder.
 
-`<RESIHP_STATE, default $XDG_STATE_HOME/resihp or ~/.local/state/resihp>/jobs/<job>.<digest>.json`, ours alone. A file
-is written when a job is submitted, when its folder is created, when its ledger is known, and when it ends. It may be on
-NFS and written from many hosts: each job has its own file, which is replaced as a whole. It only says where to look: a
-job's state is in its folder, and no program is started from here. But paths outside of a job's folder are trusted only
-if the job is registered here. No training depends on the registry: a failed write is reported once, and a file system
-that hangs is left alone. Written by `wrapper.job_files` and `resihp submit`; read by `wrapper.job_folder`, and by
-`resihp jobs`.
+The files are `<RESIHP_STATE, default $XDG_STATE_HOME/resihp or ~/.local/state/resihp>/jobs/<job>.<digest>.json`, which
+only this user may write. A file is written when a job is submitted, when its folder is created, when the URL of its
+ledger is known, and when it ends. The folder may be on NFS and written from many hosts: each job has its own file,
+which is replaced as a whole.
+
+An entry only says where the job's folder is: the state of a job is in that folder, and no program is started because of
+an entry. But paths outside of a job's folder are trusted only if the job is registered here. No training depends on the
+registry: a failed write is reported once, and a file system that hangs is not waited for. Written by
+`wrapper.job_files` and `resihp submit`; read by `wrapper.job_folder` and `resihp jobs`.
 """
 
 from __future__ import annotations
@@ -26,27 +27,29 @@ from resihp.errors import OwnershipError
 from wrapper.strict_modes import is_own, read_own, write_private
 
 MAX_ENTRY_BYTES = 64 << 10
-"""Limit for one file; ours have a few hundred bytes."""
+"""Largest size of a file that is read; ours have a few hundred bytes."""
 ANSWER_TIMEOUT_S = 2.0
-"""How long a job waits for the file system of the registry, or of a list beside it."""
+"""How long a job waits for the file system of the registry, or of the exclusion list beside it."""
 
 LATEST_S = 2.5e11
-"""Latest valid time, in the year 9892; later ones make calendar functions fail."""
+"""Latest valid time, in seconds since 1970: the year 9892. Calendar functions fail for later times."""
 
 _FILE_NAME = re.compile(r"(?P<job>[^./]+)\.[0-9a-f]{16}\.json")
 
 
 QUEUED = "queued"
-"""State of a job that was submitted and has not begun."""
+"""State of a job that was submitted and has not yet begun."""
 
 
 class KnownJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One job. Times: UTC, seconds since 1970. `host`: where its folder was created; `ledger`: without passwords.
+    """A job's entry. Times are UTC, in seconds since 1970. `host`: where the folder was created. `ledger`: the URL
+    without passwords.
 
-    `nodes` and the fields after it are recorded at the job's end; until then `state` is "running". `iterations`: the
-    last committed one. A submitted job is `QUEUED`, and `began_at` is the time of submission; when it begins, there is
-    another entry of its Slurm job. `only_seen`: the entry was made by a command that looked at a home, not by a process
-    of the job; the folder may have come out of an archive, so the entry is no proof that this user started the job.
+    `state` is "running" until the job's end, when `nodes` and the fields after it are recorded; `iterations` is the
+    last committed iteration. For a submitted job, `state` is `QUEUED` and `began_at` is the time of submission; when
+    the job begins, a second entry with the same `slurm_job` is written. `only_seen`: a command that looked at a home
+    wrote this entry, and not a process of the job. The folder may come from an archive, so the entry does not prove
+    that this user started the job.
     """
 
     name: str
@@ -71,12 +74,12 @@ class KnownJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def home(self) -> str:
-        """The RESIHP_HOME of the job."""
+        """The RESIHP_HOME that contains the job."""
         return str(Path(self.folder).parent.parent)
 
 
 def place() -> Path | None:
-    """Return the folder of all entries; None for a user without a home."""
+    """Return the folder of the entries; None for a user without a home directory."""
     if state := os.environ.get("RESIHP_STATE"):
         return Path(state).absolute() / "jobs"
     if state := os.environ.get("XDG_STATE_HOME"):
@@ -87,28 +90,28 @@ def place() -> Path | None:
 
 
 def file_of(name: str, folder: str, began_at: float) -> Path | None:
-    """Return the path of an entry. It depends on `began_at`, since another host's folder of that path, or a later job
-    in it, began at another moment."""
+    """Return the path of a job's entry; None without a registry. The path depends on `began_at`, because another job
+    may have the same folder: a later job, or a job on another host."""
     root = place()
     digest = hashlib.sha256(f"{folder}\0{began_at!r}".encode()).hexdigest()[:16]
     return None if root is None else root / f"{name}.{digest}.json"
 
 
 def knows(name: str, folders: Iterable[str], began_at: float) -> bool:
-    """Return whether the user began the job of that name at that moment in one of these folders."""
+    """Return whether the user started the job of this name, at this time, in one of these folders."""
     return known(name, folders, began_at) is not None
 
 
 def known(name: str, folders: Iterable[str], began_at: float) -> KnownJob | None:
-    """Return the entry of the job of that name that the user began at that moment in one of these folders; not an entry
-    that is `only_seen`."""
+    """Return the entry of the job of this name that the user started, at this time, in one of these folders; None
+    without one. An entry that is `only_seen` does not count."""
     files = [file_of(name, folder, began_at) for folder in folders]
     entries_there = (_read(file) for file in files if file is not None and is_own(file.parent))
     return next((entry for entry in entries_there if entry is not None and not entry.only_seen), None)
 
 
 def save(entry: KnownJob) -> str:
-    """Write an entry; return the reason if that failed, else an empty string."""
+    """Write an entry. Return the reason if that failed, otherwise an empty string."""
     path = file_of(entry.name, entry.folder, entry.began_at)
     if path is None:
         return "you have no home folder here; set RESIHP_STATE"
@@ -116,8 +119,8 @@ def save(entry: KnownJob) -> str:
 
 
 def note(job: KnownJob, change: Callable[[KnownJob | None], KnownJob]) -> str:
-    """Replace a job's entry by `change(entry)`, with None if it cannot be read; return the reason if that failed, else
-    empty."""
+    """Replace a job's entry by `change(entry)`; `change` gets None if the entry cannot be read. Return the reason if
+    that failed, otherwise an empty string."""
     path = file_of(job.name, job.folder, job.began_at)
     if path is None:
         return "no place"
@@ -125,7 +128,8 @@ def note(job: KnownJob, change: Callable[[KnownJob | None], KnownJob]) -> str:
 
 
 def entries(wanted: Callable[[str], bool] = lambda name: True) -> tuple[list[KnownJob], list[str]]:
-    """Return the entries of jobs whose names are wanted, newest first; and messages about unreadable files."""
+    """Return the entries of the jobs whose names are `wanted`, newest first, and messages about files that cannot be
+    read."""
     root = place()
     if root is None or not root.is_dir():
         return [], []
@@ -152,7 +156,7 @@ def names() -> list[str]:
 
 
 def drop(entry: KnownJob) -> None:
-    """Remove the entry of a job after its folder is gone."""
+    """Remove a job's entry, after its folder is gone."""
     path = file_of(entry.name, entry.folder, entry.began_at)
     with suppress(OSError):
         if path is not None:
@@ -167,7 +171,7 @@ def _files(root: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _decoded(content: bytes) -> KnownJob:
-    """Decode an entry. Raises ValueError if it is invalid (errors of msgspec and of text encodings are ValueErrors)."""
+    """Decode an entry. Raises ValueError if it is invalid: errors of msgspec and of text encodings are ValueErrors."""
     entry = msgspec.json.decode(content, type=KnownJob)
     times = (entry.began_at, entry.ended_at or 0.0, entry.last_iteration_at or 0.0)
     if not entry.folder.startswith("/") or not all(abs(time_s) < LATEST_S for time_s in times):
@@ -191,8 +195,8 @@ def _write(path: Path, entry: KnownJob) -> None:
 
 
 def promptly(work: Callable[[], None], where: str) -> str:
-    """Run `work` in a thread, for at most `ANSWER_TIMEOUT_S`; return the reason if it failed or is not done, else
-    empty. Unfinished work goes on in the background."""
+    """Run `work` in a thread, and wait for at most `ANSWER_TIMEOUT_S`. Return the reason if it failed or has not
+    finished, otherwise an empty string. Unfinished work continues in the background."""
     trouble = [f"{where}: no answer for {ANSWER_TIMEOUT_S:.0f} s"]
 
     def attempt() -> None:

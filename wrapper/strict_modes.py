@@ -1,12 +1,13 @@
-"""Checks who could have written a file before its content is trusted, like sshd's StrictModes.
+"""Checks that nobody else could have written a file before its content is trusted, like sshd's StrictModes.
 
-`run.json` names the program that runs as us, `key` gives access to the job's connections, `job.json` has the path of
-its journal. Anybody who can write one of them, or replace its folder, can run programs as us. So a file is opened first
-and then checked through its descriptor, and only plain files are opened, so that nothing can block. Files and folders
-must be ours or root's, and writable by nobody else; a folder may also be sticky, as /tmp is. Above RESIHP_HOME, a
-project's group may have write permission: that is its owner's choice, and its members can at most move our jobs away.
-Our own files are written whole or not at all, and for us alone. Decides nothing about a job. Called by
-`wrapper.job_folder`, `wrapper.config.run_spec`, and all modules that read or write a job's files.
+`run.json` names the program that runs as us, `key` gives access to the job's connections, and `job.json` has the path
+of its journal. Anybody able to write one of these files, or to replace its folder, could run programs as us. So a file
+is first opened and then checked through its descriptor; only regular files are opened, so that opening cannot block.
+Files and folders must belong to us or root, and must not be writable by others; a sticky folder such as /tmp is
+allowed. Above RESIHP_HOME, a project's group may have write permission: the folder's owner has chosen that, and the
+group's members can at most move our jobs away. Our own files are written completely or not at all, and only we can read
+them. Decides nothing about a job. Called by `wrapper.job_folder`, `wrapper.config.run_spec`, and all modules that read
+or write a job's files.
 """
 
 from __future__ import annotations
@@ -25,21 +26,22 @@ from resihp.errors import OwnershipError
 from resihp.plain_files import open_plain
 
 MAX_FILE_BYTES = 64 << 20
-"""Limit for a file that is read as a whole: a configuration, an address, a key. The largest that we write has a few
-hundred kB."""
+"""Largest file that is read as a whole: a configuration, an address, a key. The largest that we write has a few hundred
+kB."""
 
 
 def read_own(path: Path, most_bytes: int = MAX_FILE_BYTES, *, root_may: bool = False) -> bytes:
-    """Read a file. Raises OwnershipError if others could have written it, OSError as `read_plain` does.
+    """Read a file that nobody else could have written. Raises OwnershipError if others could have; OSError as
+    `read_plain` does.
 
-    `root_may`: root may read another user's file, from which no program is started.
+    `root_may`: root may also read another user's file. Set it only for files from which no program is started.
     """
     return _read(path, most_bytes, own=True, root_may=root_may)
 
 
 def read_plain(path: Path, most_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """Read a plain file, whoever owns it. Raises OSError for a link, a pipe, a device, a folder, or a larger file, and
-    never blocks on one."""
+    """Read a regular file of any owner. Raises OSError for a link, a pipe, a device, a folder, or a larger file; never
+    blocks."""
     return _read(path, most_bytes, own=False)
 
 
@@ -60,8 +62,8 @@ def _read(path: Path, most_bytes: int, *, own: bool, root_may: bool = False) -> 
 
 
 def check_links(*folders: Path) -> None:
-    """Raise OwnershipError if one of the folders is a link made by another user, because it may lead anywhere. Our own
-    links, for example to another disk, are followed, and root's."""
+    """Raise OwnershipError if one of the folders is a link that another user made, because it may lead anywhere. Links
+    of this user, for example to another disk, and of root are followed."""
     for folder in folders:
         status = folder.lstat()
         if stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.geteuid(), 0):
@@ -70,7 +72,8 @@ def check_links(*folders: Path) -> None:
 
 
 def write_private(path: Path, content: bytes, *, sync: bool = False) -> None:
-    """Write a file that only its owner can read, whole or not at all; with `sync`, also if the machine fails."""
+    """Write a file that only its owner can read, completely or not at all. `sync`: the content must survive a crash of
+    the machine."""
     if sync:
         write_durably(path, content, 0o600)
         return
@@ -79,21 +82,22 @@ def write_private(path: Path, content: bytes, *, sync: bool = False) -> None:
 
 
 def private(path: str, flags: int) -> int:
-    """Open a file, as in `open(..., opener=private)`: a new file is its owner's alone, whatever the umask, and links
-    are not followed."""
+    """Open a file as the opener of `open(..., opener=private)`. Only the owner can access a new file, whatever the
+    umask is; links are not followed."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def check_folder(folder: Path, setting: str = "RESIHP_HOME") -> None:
-    """Raise OwnershipError if others could put files into a folder, OSError if it cannot be checked.
+    """Raise OwnershipError if others could put files into a folder, OSError if the folder cannot be checked.
 
-    `setting`: the environment variable with which another folder is chosen.
+    `setting`: the environment variable that chooses another folder, for the error's message.
     """
     _check(folder, folder.stat(), setting)
 
 
 def check_above(folder: Path, setting: str = "RESIHP_HOME") -> None:
-    """Raise OwnershipError if anybody may move the folder away: a folder above it is writable by all and not sticky."""
+    """Raise OwnershipError if anybody may move the folder away, because a folder above it is writable by all and not
+    sticky."""
     for parent in folder.resolve().parents:
         mode = parent.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
@@ -104,8 +108,8 @@ def check_above(folder: Path, setting: str = "RESIHP_HOME") -> None:
 
 
 def other_owner(folder: Path) -> str:
-    """Return the name of another user who owns the folder, or the link, at a path; empty for ours, root's, and no
-    folder."""
+    """Return the name of the user who owns the folder at a path, or a link there. Empty if that is this user or root,
+    or if there is no folder."""
     with suppress(OSError):
         for status in (folder.lstat(), folder.stat()):
             if status.st_uid not in (os.geteuid(), 0):
@@ -114,7 +118,8 @@ def other_owner(folder: Path) -> str:
 
 
 def is_own(folder: Path) -> bool:
-    """Return whether a folder is ours and writable only by us: then its files may be changed, not just read."""
+    """Return whether a folder belongs to us and only we may write it. If so, its files may be changed, not only
+    read."""
     try:
         status = folder.stat()
     except OSError:
@@ -134,7 +139,7 @@ def _check(path: Path, status: os.stat_result, setting: str) -> None:
 
 
 def _other_writers(status: os.stat_result) -> str:
-    """Return which others may write a file or folder; empty for nobody."""
+    """Return a description of the other users who may write a file or folder; empty if none may."""
     if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX:
         return ""
     if status.st_mode & stat.S_IWOTH:

@@ -69,7 +69,8 @@ def analyze(
 
 
 def judge(file: Path) -> tuple[Analysis, Recording | None]:
-    """Return the analysis of a file, and its iteration times if it has any. Raises UsageError."""
+    """Return the analysis of a file, and its iteration times; None for a file without iteration times. Raises
+    UsageError."""
     try:
         return _judged(file)
     except MemoryError:
@@ -131,8 +132,8 @@ _UNREADABLE = "begins like a parquet file but cannot be read as one: {}; is it c
 
 
 def _table(content: bytes) -> Recording | None:
-    """Return the iteration times of a Parquet file with the columns of `history --parquet` or `db export`, or similar
-    names; None for a file of operations. Raises UsageError."""
+    """Return the iteration times of a Parquet file with the columns of `history --parquet` or `db export`, or with
+    similar names. None for a file of single operations. Raises UsageError."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -167,7 +168,7 @@ def _operations(content: bytes) -> Analysis:
 
 
 def _finite(value: Any) -> Any:
-    """Return the value with NaN and infinities replaced by None, as JSON has neither."""
+    """Return the value with NaN and infinities replaced by None, because JSON has neither."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""`resihp compare`: two jobs of one ledger, or of this home, side by side. Only queries and prints."""
+"""`resihp compare`: show two jobs of one ledger, or of this home, side by side. Queries and prints; decides nothing."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def compare(
 
 
 def _without_secrets(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row with secrets masked as in a report; a difference may be a webhook's URL."""
+    """Return the row with secrets masked, as in a report, because the compared setting may be a webhook's URL."""
     from wrapper.commands.report.story import SECRET_MASK, SECRET_NAME, safe
 
-    is_figure = row["difference"] is not None  # seconds per iteration of a number of tokens
+    is_figure = row["difference"] is not None  # seconds per iteration, at a number of tokens
     hidden = not is_figure and bool(SECRET_NAME.search(row["what"]))
     return row | {name: SECRET_MASK if hidden else safe(row[name]) for name in ("first", "second")}
 

@@ -29,11 +29,11 @@ from wrapper.slurm_tasks.exclusion_lists import known, lists
 MAX_JOBS_SEARCHED = 20
 """How many of this home's newest jobs are searched for the same command."""
 MAX_STAGES_LISTED = 32
-"""Stages that are listed; the rest are only counted."""
+"""Most stages that are listed; the others are only counted."""
 
 
 def show(checked: Checked, *, as_json: bool) -> None:
-    """Print the dry run. Raises like `dry_run_lines`, before anything is printed."""
+    """Print the dry run. Raises the errors of `dry_run_lines` before anything is printed."""
     lines = [literal(line) for line in dry_run_lines(checked)]
     if as_json:
         print(to_json({"schema": SCHEMA, "dry_run": True, "lines": lines}))
@@ -68,7 +68,8 @@ def dry_run_lines(checked: Checked) -> Iterator[str]:
 
 
 def _declared(command: Sequence[str]) -> tuple[str, Declare] | None:
-    """Return the newest job that ran this command long enough to declare its model, and that declaration."""
+    """Return the newest job that ran this command and declared its model, with its declaration; None if there is
+    none."""
     for job in islice(all_jobs(), MAX_JOBS_SEARCHED):
         try:
             if load(job.run_file).command != tuple(command):
@@ -146,7 +147,8 @@ def _of_checkpoint(checked: Checked) -> str:
 
 
 def _left_out(checked: Checked) -> Iterator[str]:
-    """Yield a line for standby nodes, for each node that died before, and for each node that the user's jobs avoid."""
+    """Yield a line about nodes on standby, one about each node that died in earlier runs, and one about each node that
+    the user's jobs avoid."""
     shape = checked.shape
     if shape.spares:
         yield f"standby: {', '.join(shape.nodes[-shape.spares :])}, not used by the layout"

@@ -1,8 +1,8 @@
-"""Nodes that earlier runs of the same Slurm job had drained, and nodes that died during those runs.
+"""Finds the nodes that earlier runs of the same Slurm job had drained, and the nodes that died during those runs.
 
-A job that Slurm starts again gets no new allowance of drains. The numbers come from the journals of the earlier runs
-when a run begins (`wrapper.commands.in_slurm`). A run whose journal cannot be read here counts as having used its whole
-allowance. Decides nothing, writes nothing.
+A job that Slurm starts again gets no new allowance of drains. The numbers come from the journals of the earlier runs,
+when a run begins (`wrapper.commands.in_slurm`). A run whose journal cannot be read here counts as if it had used its
+whole allowance. Decides nothing, writes nothing.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from wrapper.job_folder import Job, runs_of
 
 
 class EarlierRuns(NamedTuple):
-    """Number of nodes that were drained, and the names of nodes that died."""
+    """Result of a search in the earlier runs' journals. `drained`: number of drained nodes; `died`: names of nodes that
+    died."""
 
     drained: int = 0
     died: tuple[str, ...] = ()
 
 
 def of(job_id: str, notice: Callable[[str], None]) -> EarlierRuns:
-    """Return the record of this Slurm job's earlier runs; call it before the new run makes its folder."""
+    """Return the drained and the dead nodes of this Slurm job's earlier runs. Call it before the new run creates its
+    folder."""
     drained, died = 0, set()
     for run in runs_of(job_id):
         decisions = _decisions(run)
@@ -43,7 +45,7 @@ def of(job_id: str, notice: Callable[[str], None]) -> EarlierRuns:
 
 
 def _decisions(run: Job) -> list[DrainDecided] | None:
-    """Return the decisions about nodes in a run's journal; None if the journal cannot be read or is empty."""
+    """Return a run's drain decisions from its journal; None if the journal cannot be read or is empty."""
     try:
         records = run.records()
     except (ResihpError, OSError):
@@ -52,7 +54,7 @@ def _decisions(run: Job) -> list[DrainDecided] | None:
 
 
 def _allowed(run: Job) -> int:
-    """Return how many nodes a run may have had drained; 0 if it ended before it began."""
+    """Return the most nodes that a run may have had drained; 0 if it ended before it had begun."""
     try:
         return load(run.run_file).settings.drains
     except OwnershipError:

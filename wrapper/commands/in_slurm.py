@@ -1,6 +1,6 @@
-"""The requests that a run will make of Slurm, and facts about its allocation, gathered once before anything starts.
+"""Gathers a run's settings for Slurm, and facts about its allocation, once, before anything starts.
 
-Changes nothing in Slurm. Warns now about missing options that would cause failures later. Used by
+Changes nothing in Slurm. Warns early about missing options that would cause failures later. Used by
 `wrapper.commands.run`.
 """
 
@@ -27,7 +27,8 @@ from wrapper.slurm_tasks.exclusion_lists import given_all_the_same
 
 
 class InSlurm(NamedTuple):
-    """A run's Slurm settings, the address to listen on, and the allowances that earlier runs of the job have left."""
+    """A run's Slurm settings, the address to listen on, and the allowances that the job's earlier runs have not
+    used."""
 
     request: SlurmRequest
     address: str
@@ -38,7 +39,8 @@ class InSlurm(NamedTuple):
 
 
 def look_at_release(slurm: Slurm, notice: Callable[[str], None]) -> None:
-    """Report a release of Slurm that resihp was not tested with, or that cannot be read; the run continues."""
+    """Give a notice if resihp was not tested with this release of Slurm, or if the release cannot be read. The run
+    continues."""
     try:
         remark = releases.untried(slurm.version())
     except SlurmError as error:
@@ -102,7 +104,7 @@ def of_slurm(
 
 
 def _report_avoided_nodes(cluster: str, given: Allocation, notice: Callable[[str], None]) -> None:
-    """Report nodes of this allocation that the user's jobs avoid."""
+    """Give a notice about nodes of this allocation that the user's jobs avoid."""
     for exclusion in given_all_the_same(cluster, given.nodes, time.time()):
         notice(
             f"node {exclusion.node}: in this allocation, although your jobs avoid it ({exclusion.reason}); "
@@ -111,7 +113,7 @@ def _report_avoided_nodes(cluster: str, given: Allocation, notice: Callable[[str
 
 
 def _identity(given: Allocation, slurm: Slurm, cluster: str) -> SlurmIdentity | None:
-    """Return the job's identity for the ledger; the time of submission is None if Slurm does not give it."""
+    """Return the job's identity for the ledger. Its time of submission is None if Slurm does not give it."""
     if not given.number.isdigit():
         return None
     try:
@@ -131,7 +133,7 @@ def _identity(given: Allocation, slurm: Slurm, cluster: str) -> SlurmIdentity | 
 
 
 def check_chain(folder: Path, given: Allocation, slurm: Slurm, notice: Callable[[str], None]) -> None:
-    """Raise TrainingProgramError if an earlier job of the chain found that the chain cannot succeed."""
+    """Raise TrainingProgramError if an earlier job of the chain has found that the chain cannot succeed."""
     chain.check(folder, given.job_id, slurm, notice)
     if os.environ.get("SLURM_JOB_NAME") == chain.TEMPLATES_NAME:
         notice(

@@ -31,14 +31,15 @@ JOB_FILE, SCRIPT = "job.toml", "job.sbatch"
 JSON_SCHEMA = 1
 DEFAULT_NODES, DEFAULT_GPUS = 2, 8
 MAX_DEFAULT_TIME_S = 24 * 3600.0
-"""Time requested, in seconds, if Slurm allows more."""
+"""Longest time limit, in seconds, that the job file gets by default. It is lower if Slurm allows less."""
 WARNING_S, MIN_WARNING_S = 300.0, 60.0
 LIKELY_SCRIPTS = ("train.py", "pretrain.py", "pretrain_gpt.py", "main.py")
 PLACEHOLDER_COMMAND = ("echo", "put your training command into job.toml")
 
 
 class JobFileChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """Values for the files. `why` says where they come from, for the comments in the files; None: not given."""
+    """The values for both files. `why`: their source, for the comments in the files. `seconds`: the time limit; None if
+    not given."""
 
     nodes: int
     gpus_per_node: int
@@ -120,7 +121,8 @@ def choose(
     partition: str | None = None,
     seconds: float | None = None,
 ) -> JobFileChoice:
-    """Return the given values, else those of Slurm, else defaults. Raises UsageError if Slurm lacks a given value."""
+    """Return the values for the files: the given values, or else Slurm's, or else defaults. Raises UsageError if Slurm
+    lacks a given value, such as a partition."""
     partitions, why, notices = _survey(survey)
     view = _pick(partitions, partition if partition is not None else site.slurm.partition, site.site.partitions)
     if view is None:
@@ -154,7 +156,7 @@ def choose(
 
 
 def _survey(survey: Survey | None) -> tuple[Sequence[PartitionView], str, list[str]]:
-    """Return Slurm's partitions, and if there are none, why not, with notices."""
+    """Return Slurm's partitions; if there are none, also the reason and notices for the user."""
     from slurm.errors import SlurmError
 
     if survey is None:
@@ -170,7 +172,7 @@ def _survey(survey: Survey | None) -> tuple[Sequence[PartitionView], str, list[s
 def _check_available(
     view: PartitionView, *, nodes: int | None, gpus_per_node: int | None, seconds: float | None
 ) -> None:
-    """Raise UsageError for more than the partition has or allows."""
+    """Raise UsageError if the given values exceed what the partition has or allows."""
     if nodes is not None and nodes > view.nodes:
         raise UsageError(f"--nodes {nodes}: partition {view.name} has {view.nodes}; sinfo -p {view.name}")
     if gpus_per_node is not None and gpus_per_node > max(view.gpus, 1) and not view.unreadable:
@@ -183,7 +185,8 @@ def _check_available(
 
 
 def _pick(partitions: Sequence[PartitionView], name: str, allowed: Sequence[str]) -> PartitionView | None:
-    """Return the named partition, else one with GPUs, preferably the default; of its kinds of nodes, the largest."""
+    """Return the named partition, or else one with GPUs, preferably the default partition. If it has several kinds of
+    nodes, return the kind with most nodes."""
     if not partitions:
         return None
     if name:
@@ -346,9 +349,10 @@ def annotated(script: str) -> str:
 
 
 def _toml(value: Any) -> str:
-    """Return a string or a list of strings as TOML.
+    """Return a string or a list of strings in TOML's syntax.
 
-    TOML's basic strings take JSON's escapes except that of DEL, and no surrogates; raises UsageError for a surrogate.
+    TOML's basic strings take the escapes of JSON except the one for DEL, and no surrogates. Raises UsageError for a
+    surrogate.
     """
     if isinstance(value, list):
         return f"[{', '.join(_toml(item) for item in value)}]"
@@ -358,7 +362,7 @@ def _toml(value: Any) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Return a duration as `24h`, `1h30m` or `45s`."""
+    """Format a duration as `24h`, `1h30m` or `45s`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     parts = [f"{count}{unit}" for count, unit in ((hours, "h"), (minutes, "m"), (rest, "s")) if count]

@@ -1,4 +1,5 @@
-"""Commands whose options are the fields of a dataclass; each field's annotation carries its Typer option."""
+"""Builds commands whose options are the fields of a dataclass. The annotation of each field contains its Typer
+option."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ T = TypeVar("T")
 
 
 def command_of(options: type[T], carry_out: Callable[[T], None]) -> Callable[..., None]:
-    """Return a function for `app.command()`, with the name and the help text of `carry_out`."""
+    """Return a function for `app.command()` that calls `carry_out` with the options, and has its name and help text."""
     hints = get_type_hints(options, include_extras=True)
 
     def command(**given: Any) -> None:

@@ -1,11 +1,13 @@
-"""Decides which checkpoint a run resumes from, and whether another start is worthwhile.
+"""Decides which checkpoint a run resumes from, and whether to run a job again that Slurm has started again.
 
-A job that Slurm starts again resumes where it was, without being asked. A job does not run for ever if its runs fail
-one after the other without a new checkpoint: it ends with the exit code for a spent restart budget. A run that was
-stopped (preempted, warned, at its time limit, requeued by an administrator) did not fail and is skipped in that count.
-The journal records how a run ended; without a journal, or without an end in it, the run failed (its node died, or
-somebody killed it) unless it was being stopped. A job that has already completed is not run when Slurm starts it again.
-Writes only the id that the attempts of one training share, beside their checkpoints. Used by `resihp run`.
+A job that Slurm starts again resumes automatically. If its runs fail one after the other without a new checkpoint, it
+is not run for ever: it ends with the exit code for a spent restart budget. A run that was stopped (preempted, warned,
+at its time limit, requeued by an administrator) did not fail, and does not count. The journal records how a run ended.
+A run without a journal, or without an end in it, has failed (its node died, or somebody killed it) unless it was being
+stopped. A job that has already completed is not run again.
+
+The only file that this module writes is the id that the attempts of one training share, beside their checkpoints. Used
+by `resihp run`.
 """
 
 from __future__ import annotations
@@ -47,18 +49,19 @@ from wrapper.strict_modes import read_plain
 
 RUN_FILE = ".run"
 MAX_COMMAND_CHARACTERS = 200
-"""Characters of a command that are shown."""
+"""Most characters of a command that are shown."""
 MAX_RUN_FILE_BYTES = 64
-"""Bytes of RUN_FILE that are read, as others may have written it."""
+"""Most bytes of RUN_FILE that are read, because others may have written the file."""
 
 
 class CompletedError(ResihpError):
-    """Nothing is left to do, as an earlier run of the same Slurm job has completed. Ends with exit code 0."""
+    """An earlier run of the same Slurm job has completed, so that nothing is left to do. The exit code is 0."""
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """`folder`: checkpoints are read from here, and new ones written here; `iteration`: of the newest one in it."""
+    """Checkpoints to resume from. `folder`: for old and new checkpoints; `iteration`: of the newest checkpoint in
+    it."""
 
     folder: Path
     iteration: int
@@ -67,11 +70,10 @@ class Resumption:
 def requested_resumption(
     configured: Path | None, name: str, command: Sequence[str], notice: Callable[[str], None]
 ) -> Resumption:
-    """Return the checkpoints to resume from for `--resume [NAME]`.
+    """Return the checkpoints to resume from for `--resume [NAME]`, and give a notice that names them.
 
-    They are those of the named job, of the configured folder, or of the newest job of this home that has a checkpoint.
-    A notice says which. A job of another home has to be named. The trainer itself finds out which checkpoint is
-    complete.
+    They are those of the named job, or else of the configured folder, or else of the newest job of this home that has a
+    checkpoint. A job of another home must be named. The trainer itself finds out which checkpoint is complete.
 
     Raises CheckpointError if there is no checkpoint.
     """
@@ -94,7 +96,7 @@ def _newest_here(command: Sequence[str], notice: Callable[[str], None]) -> Resum
             resumption = _newest(checkpoint_folder_of(job))
         except OwnershipError:
             raise
-        except UsageError as error:  # for example, of another version: an older job may still do
+        except UsageError as error:  # for example because the job is of another version; an older job may be usable
             notice(f"--resume: job {job.name} is skipped: {error}")
             continue
         if resumption is not None:
@@ -111,7 +113,7 @@ def _newest_here(command: Sequence[str], notice: Callable[[str], None]) -> Resum
 
 
 def _another(job: Job, command: Sequence[str]) -> str:
-    """Return the other job's command in parentheses if it differs from `command`; else an empty text."""
+    """Return the other job's command in parentheses if it differs from `command`; otherwise an empty text."""
     command_ran = request.command if (request := _load(job)) else command
     return (
         ""
@@ -121,7 +123,7 @@ def _another(job: Job, command: Sequence[str]) -> str:
 
 
 def resumption_if_any(folder: Path | None, notice: Callable[[str], None]) -> Resumption | None:
-    """Return the checkpoints to resume from for `--resume-or-start`, None to start afresh.
+    """Return the checkpoints to resume from for `--resume-or-start`; None to start without a checkpoint.
 
     Chains of jobs use it. Raises UsageError if no folder is configured.
     """
@@ -137,10 +139,10 @@ def resumption_if_any(folder: Path | None, notice: Callable[[str], None]) -> Res
 
 @dataclass(frozen=True)
 class Restart:
-    """Conclusions from earlier runs.
+    """Conclusions from the earlier runs of a job.
 
-    `resumption`: None to start afresh; `failed`: failed runs in a row without a new checkpoint; `run`: the id that all
-    attempts share, empty if unknown.
+    `resumption`: checkpoints to resume from; None to start without a checkpoint. `failed`: number of consecutive failed
+    runs without a new checkpoint. `run`: the id that all attempts share; empty if unknown.
     """
 
     resumption: Resumption | None
@@ -151,10 +153,11 @@ class Restart:
 def after_restart(
     job_id: str, restart_count: int, command: Sequence[str], max_failed_runs: int, notice: Callable[[str], None]
 ) -> Restart:
-    """Return where the earlier runs of this command in the same Slurm job got to; give a notice if there is nothing.
+    """Return the conclusions from the earlier runs of this command in the same Slurm job. Gives a notice if there is no
+    run or no checkpoint.
 
-    Raises CompletedError if the last of them completed, and RestartBudgetError after `max_failed_runs` runs in a row
-    that failed without a new checkpoint.
+    Raises CompletedError if the last of these runs completed, and RestartBudgetError after `max_failed_runs`
+    consecutive runs that failed without a new checkpoint.
     """
     runs = [request for run in runs_of(job_id) if (request := _load(run)) is not None]
     earlier = [run for run in runs if run.restart_count < restart_count and run.command == tuple(command)]
@@ -182,10 +185,10 @@ def after_restart(
 
 
 def run_of(folder: Path, *, resumed: bool, earlier: str) -> str:
-    """Return the id that all attempts of one training share, and leave it beside the checkpoints.
+    """Return the id that all attempts of one training share, and write it to a file beside the checkpoints.
 
-    It is `earlier` if known; else, for a resumed attempt, the id beside the checkpoints; else a new one. If the file
-    can be neither read nor written, the only loss is that attempts are not known to belong together.
+    The id is `earlier` if known; for a resumed attempt, the id beside the checkpoints; otherwise a new one. If the file
+    can be neither read nor written, the only loss is that the attempts are not known to belong together.
     """
     run_file = folder / RUN_FILE
     if not earlier and resumed:
@@ -201,8 +204,9 @@ def run_of(folder: Path, *, resumed: bool, earlier: str) -> str:
 def command_to_go_on(arguments: Sequence[str], job: str, command: Sequence[str], resumed: str = "") -> str:
     """Return the command line that resumes a job from its checkpoints.
 
-    It is the original one (`arguments`) with `--resume`, without injected faults, and without the ledger's password,
-    which would appear on terminals and in logs. `resumed`: the job named after `--resume` in `arguments`, if any.
+    It is the original command line (`arguments`) with `--resume`, but without injected faults, and without the ledger's
+    password, which would appear on terminals and in logs. `resumed`: the job named after `--resume` in `arguments`,
+    empty if none.
     """
     options = list(arguments)
     if command and options[-len(command) :] == list(command):
@@ -226,7 +230,8 @@ def command_to_go_on(arguments: Sequence[str], job: str, command: Sequence[str],
 
 
 def resume_hint(request: RunRequest) -> str:
-    """Return where the newest checkpoint of an ended run is, and the command that resumes it; empty without one."""
+    """Return the path of the newest checkpoint of an ended run, and the command that resumes from it; empty without a
+    checkpoint."""
     resumption = _newest(Path(request.checkpoint_folder))
     if resumption is None:
         return ""
@@ -237,11 +242,11 @@ def resume_hint(request: RunRequest) -> str:
 
 
 def _completed(run: Job) -> bool:
-    return run.exit_code() == 0  # None if it ended without recording an exit code
+    return run.exit_code() == 0  # None if the run ended without recording an exit code
 
 
 def checkpoint_folder_of(job: Job) -> Path:
-    """Return where a job wrote its checkpoints; a resumed job uses the folder that it resumed from."""
+    """Return the folder to which a job wrote its checkpoints. A resumed job uses the folder from which it resumed."""
     if job.run_file.exists():
         return Path(load(job.run_file).checkpoint_folder)
     if ours(job) is None:
@@ -255,7 +260,7 @@ def _newest(folder: Path) -> Resumption | None:
 
 
 def _has_failed(run: Job) -> bool:
-    """Return whether a run ended by a failure of its own, and not because somebody stopped it."""
+    """Return whether a run ended because it failed, and not because somebody stopped it."""
     try:
         entries = [record.entry for record in run.records()]
     except (OSError, ProtocolError, JobNotFoundError):
@@ -272,4 +277,4 @@ def _load(run: Job) -> RunRequest | None:
     except OwnershipError:
         raise
     except UsageError:
-        return None  # it ended before it began
+        return None  # the run ended before it had begun

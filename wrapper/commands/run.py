@@ -1,6 +1,7 @@
-"""`resihp run`: turn options into a job's folder, then hand over to the guardian. All input is validated here.
+"""`resihp run`: validate the options, create the job's folder, then hand over to the guardian.
 
-Nothing is started and no folder is made before configuration, layout, faults and command have been checked.
+All input is validated here: nothing is started and no folder is created before configuration, layout, faults and
+command have been checked.
 """
 
 from __future__ import annotations
@@ -69,13 +70,14 @@ class Options:
     local: bool = False
     faults: tuple[str, ...] = ()
     resume: str | None = None
-    """Job to resume from its newest checkpoint; empty: the newest job of this home that has a checkpoint."""
+    """Job to resume, from its newest checkpoint; empty: the newest job of this home that has a checkpoint; None: no
+    --resume."""
     resume_or_start: bool = False
-    """Take the newest checkpoint of the configured folder if there is one."""
+    """Whether to resume from the newest checkpoint of the configured folder if there is one."""
     arguments: tuple[str, ...] = ()
     """The whole command line, as it was typed."""
     as_json: bool = False
-    """Print the job's outcome at the end."""
+    """Whether to print the job's outcome as JSON at the end."""
 
 
 def run(options: Options) -> int:
@@ -136,7 +138,7 @@ def _begin(request: RunRequest, options: Options) -> int:
 
 @contextmanager
 def _prints_on_stderr() -> Iterator[None]:
-    """Redirect stdout to stderr, rank 0's output included, so that stdout carries only the JSON document."""
+    """Redirect stdout, including the output of rank 0, to stderr, so that stdout has only the JSON document."""
     saved_stdout = os.dup(1)
     os.dup2(2, 1)
     try:
@@ -148,7 +150,7 @@ def _prints_on_stderr() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """A validated run, before anything of it is created."""
+    """A validated run, before anything is created for it."""
 
     configuration: Configuration
     allocation: Allocation | None
@@ -160,13 +162,14 @@ class Checked:
     cwd: str
     python_path: str
     saved: Path | None
-    """Configured folder of checkpoints; None for the job's own."""
+    """The configured folder for checkpoints; None to use the job's own folder."""
     restart: Restart
     of_slurm: InSlurm | None
 
 
 def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
-    """Check everything, then make the job's folder. Raises ResihpError before a folder is made.
+    """Check everything, then create the job's folder and return the request. Raises ResihpError before a folder is
+    created.
 
     `slurm`: the client to use in an allocation; default: the Slurm commands on PATH.
     """
@@ -174,7 +177,7 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
 
 
 def make_request(checked: Checked, options: Options) -> RunRequest:
-    """Make the job's folder and return the request that describes the job."""
+    """Create the job's folder, and return the request that describes the job."""
     configuration, given, of_slurm, shape = (
         checked.configuration,
         checked.allocation,
@@ -215,7 +218,7 @@ def make_request(checked: Checked, options: Options) -> RunRequest:
 
 
 def check(options: Options, slurm: Slurm | None = None) -> Checked:
-    """Validate the options and return the run they describe. Makes and starts nothing.
+    """Validate the options and return the run that they describe. Creates and starts nothing.
 
     Raises ResihpError if the run cannot work.
     """
@@ -263,8 +266,8 @@ def check(options: Options, slurm: Slurm | None = None) -> Checked:
 
 
 def _check_words(configuration: Configuration) -> None:
-    """Raise UsageError for an argument that is not text, as it can be neither journaled nor sent; LedgerError for an
-    invalid ledger URL."""
+    """Raise UsageError for an argument that is not valid text, because it can be neither journaled nor sent. Raise
+    LedgerError for an invalid URL of a ledger."""
     from db.engine import resolve as resolve_ledger
 
     resolve_ledger(configuration.ledger.url, home())
@@ -274,7 +277,7 @@ def _check_words(configuration: Configuration) -> None:
 
 
 def _recorded_configuration(configuration: Configuration) -> dict[str, Any]:
-    """Return the configuration as journal and ledger keep it: everything except passwords."""
+    """Return the configuration as journal and ledger store it: without passwords."""
     from db.engine import masked
 
     recorded = configuration.model_dump(mode="json")
@@ -292,7 +295,8 @@ def _slurm() -> Slurm:
 
 
 def _checkpoint_folder(options: Options, configuration: Configuration, given: Allocation | None) -> Path | None:
-    """Return the configured folder; each task of a job array gets its own subfolder, unless tasks resume each other."""
+    """Return the configured folder for checkpoints; None if none is configured. Each task of a job array gets its own
+    subfolder, unless tasks resume from each other."""
     if not configuration.checkpoint.folder:
         return None
     folder = Path(configuration.checkpoint.folder).absolute()
@@ -305,7 +309,8 @@ def _checkpoint_folder(options: Options, configuration: Configuration, given: Al
 def _resumption(
     options: Options, configuration: Configuration, given: Allocation | None, saved: Path | None
 ) -> Restart:
-    """Return where this run resumes: after a restart by Slurm, from earlier runs; else as the command line asks."""
+    """Return the checkpoints from which this run resumes: after a restart by Slurm, those of earlier runs; otherwise as
+    the command line requests."""
     close_home()  # before anything in it is trusted
     restart = Restart(None, 0)
     if given is not None and given.restart_count:

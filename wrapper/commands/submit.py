@@ -1,7 +1,7 @@
-"""`resihp submit`: turn a job file into a batch script and pass it to sbatch. The job file is validated first.
+"""`resihp submit`: validate a job file, turn it into a batch script and pass the script to sbatch.
 
-The job file is copied beside the script, so that later edits do not change a job that is queued or requeued. Starts
-nothing itself; inside the job, `resihp run` finds its nodes (`wrapper.commands.run`).
+The job file is copied to the script's folder, so that later edits do not change a job that is queued or requeued.
+Starts nothing itself; inside the job, `resihp run` finds its nodes (`wrapper.commands.run`).
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ ADVICE_ON_REFUSAL = (
     ),
     ("not responding", "scontrol ping shows whether Slurm is up"),
 )
-"""Words of sbatch's refusal, in lower case, and advice: a command that shows more, and the setting to change."""
+"""Words in sbatch's refusal, in lower case, each with advice: a command that shows more, and the setting to change."""
 
 
 class Submitted(NamedTuple):
-    """Result of a submission: Slurm's ids (one per job of a chain, none on a dry run), the batch script, its path."""
+    """Result of a submission: Slurm's ids (one for each job of a chain, none for a dry run), the batch script, and its
+    path."""
 
     ids: list[str]
     script: str
@@ -71,7 +72,7 @@ class Submitted(NamedTuple):
 def submit(
     job_file: Path, *, dry_run: bool, chain: int, slurm: Callable[[], Slurm], notice: Callable[[str], None]
 ) -> Submitted:
-    """Submit the job, or a chain of `chain` jobs. Raises ResihpError, with a command that helps."""
+    """Submit the job, or a chain of `chain` jobs. Raises ResihpError with the name of a command that helps."""
     configuration = read({}, job_file)
     _check(configuration, chain, notice)
     if dry_run:
@@ -84,7 +85,7 @@ def submit(
     options = _left_out(client, configuration, notice)
     ids: list[str] = []
     for _ in range(max(1, chain)):
-        after = [f"--dependency=afterany:{ids[-1]}"] if ids else []  # whatever its outcome
+        after = [f"--dependency=afterany:{ids[-1]}"] if ids else []  # whatever the outcome of the previous job is
         try:
             ids.append(_sbatch(client, folder / "job.sbatch", job_file, configuration, [*options, *after]))
         except SlurmError:
@@ -137,13 +138,13 @@ def script_of(configuration: Configuration, job_file: Path, chain: int) -> str:
 
 
 def _resihp() -> list[str]:
-    """Return the command that starts this same installation of resihp on another node."""
+    """Return the command that starts the same installation of resihp on another node."""
     script = Path(sys.executable).parent / "resihp"
     return [str(script)] if os.access(script, os.X_OK) else [sys.executable, "-P", "-m", "wrapper"]
 
 
 def _check(configuration: Configuration, chain: int, notice: Callable[[str], None]) -> None:
-    """Raise ResihpError for a job that `resihp run` would refuse after hours in the queue."""
+    """Raise ResihpError for a job that `resihp run` would refuse, perhaps after hours in the queue."""
     job, section = configuration.job, configuration.slurm
     check_layout(configuration.layout, job.nodes, job.gpus_per_node)
     inside = container.check(configuration.container)
@@ -159,7 +160,7 @@ def _check(configuration: Configuration, chain: int, notice: Callable[[str], Non
 
 
 def _check_release(configuration: Configuration, job_file: Path, client: Slurm) -> None:
-    """Raise ConfigurationError if the job needs a newer release of Slurm; SlurmError if Slurm does not answer."""
+    """Raise ConfigurationError if the job needs a newer release of Slurm, and SlurmError if Slurm does not answer."""
     if configuration.slurm.requeue != "expedite":
         return
     version = client.version()
@@ -171,15 +172,15 @@ def _check_release(configuration: Configuration, job_file: Path, client: Slurm) 
 
 
 def _keep(configuration: Configuration, job_file: Path, chain: int) -> Path:
-    """Make a folder with the script and a copy of the job file, and return it. Raises UsageError."""
+    """Create a folder with the script and a copy of the job file, and return its path. Raises UsageError."""
     place = home() / "submitted"
     close_home()
     try:
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         place.mkdir(mode=0o700, exist_ok=True)
-        check_folder(place)  # Slurm runs the script in it as this user
+        check_folder(place)  # Slurm runs the script in this folder as this user
         folder = Path(tempfile.mkdtemp(prefix=f"{configuration.job.name.replace('/', '-')}-", dir=place))
-        write_private(folder / "job.toml", job_file.read_bytes())  # the URL of its ledger may have a password
+        write_private(folder / "job.toml", job_file.read_bytes())  # the URL of the ledger may contain a password
         write_private(folder / "job.sbatch", script_of(configuration, folder / "job.toml", chain).encode())
     except OSError as error:
         raise UsageError(f"{place}: cannot be written: {error.strerror}; set RESIHP_HOME to another folder") from error
@@ -187,7 +188,8 @@ def _keep(configuration: Configuration, job_file: Path, chain: int) -> Path:
 
 
 def _left_out(client: Slurm, configuration: Configuration, notice: Callable[[str], None]) -> tuple[str, ...]:
-    """Return the --exclude option for nodes that the user's jobs avoid and nodes that the job file excludes."""
+    """Return the --exclude option, with the nodes that the user's jobs avoid and the nodes that the job file
+    excludes."""
     try:
         avoided_nodes = to_avoid(client, client.cluster(), time.time())
     except SlurmError as error:
@@ -221,7 +223,7 @@ def _sbatch(client: Slurm, script: Path, job_file: Path, configuration: Configur
 def _register(
     client: Slurm, places: Mapping[str, Path], configuration: Configuration, notice: Callable[[str], None]
 ) -> None:
-    """Enter the queued jobs in the registry, so that `resihp jobs` shows them before they begin."""
+    """Add the queued jobs to the registry, so that `resihp jobs` shows them before they begin."""
     try:
         cluster = client.cluster()
     except SlurmError:

@@ -1,8 +1,8 @@
 """`resihp why-not`: explain why a rank is, or is not, considered slow. Data goes to stdout, messages to stderr.
 
-For a job that runs here, its supervisor is queried (`resihp.controller.fail_slow.standings`); for a finished job, or
-another user's, the last score is read from the ledger. Suspicions, verdicts and former jobs come from the ledger.
-Decides nothing.
+For a job that runs on this machine, its supervisor is queried (`resihp.controller.fail_slow.standings`). For a finished
+job, or another user's job, the last score is read from the ledger. Suspicions, verdicts and earlier jobs come from the
+ledger. Decides nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def why_not(
 
 
 def answer(reader: Reader, job: Row, rank: int, live: Row | None) -> Row:
-    """Return the content of `why-not --json`. `live`: the answer of the job's supervisor; None without one.
+    """Return the content of `why-not --json`. `live`: the answer of the job's supervisor; None if it was not queried.
 
     Raises UsageError for a rank that the job never had.
     """
@@ -107,7 +107,7 @@ def _supervisor_answer(name: str | None, job: Row, rank: int) -> Row | None:
 
     job_here = ours(find_job(name))
     if job_here is None:
-        return None  # another user's files must not decide where we connect to
+        return None  # files of another user must not decide to which address we connect
     if job["state"] != "running" or job_here.supervisor() is None:
         return None
     try:
@@ -119,7 +119,7 @@ def _supervisor_answer(name: str | None, job: Row, rank: int) -> Row | None:
 
 
 def _last_known(reader: Reader, job: Row, rank: int, verdicts: list[Row]) -> Row:
-    """Return the same figures from the ledger, if there is no supervisor to query."""
+    """Return the same figures as the supervisor's answer from the ledger, if no supervisor can be queried."""
     import json
 
     from wrapper.commands.status.job_status import detector
@@ -156,7 +156,8 @@ def _headline(result: Row) -> str:
 
 
 def _doubt(result: Row) -> str:
-    """Return the verdict on the rank's device, or else the open suspicion of it; empty for neither."""
+    """Return a sentence with the verdict on the rank's device, or else with the open suspicion of it; empty if there is
+    neither."""
     verdicts = [row for row in result["verdicts"] if row["component"] == "device"]  # not those of a link
     open_failures = [row["failure"] for row in verdicts if row["ended_iteration"] is None]
     if open_failures:
@@ -171,7 +172,7 @@ def _doubt(result: Row) -> str:
 
 
 def _not_judged(result: Row) -> str:
-    """Return why the detector cannot judge the rank; empty if it can."""
+    """Return the reason why the detector cannot judge the rank; empty if it can."""
     if not result.get("working", True):
         return "has no work under the current plan: it is on standby or has left, and is not monitored"
     if result["unwatched"]:
@@ -185,7 +186,7 @@ def _not_judged(result: Row) -> str:
 
 
 def _figures(result: Row) -> list[str]:
-    """Return the sentences with the figures behind the answer."""
+    """Return the sentences with the figures on which the answer is based."""
     from wrapper.output.render import percent
 
     figures = []
@@ -210,7 +211,7 @@ def _figures(result: Row) -> list[str]:
 
 
 def _history(result: Row) -> list[str]:
-    """Return the sentences on its suspicions and verdicts, in this job and before."""
+    """Return sentences on the rank's suspicions and verdicts, in this job and in earlier jobs."""
     from wrapper.output.render import percent
 
     events = []

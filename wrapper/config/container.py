@@ -1,14 +1,14 @@
-"""Containers: the command line that starts a program of ours inside one. Pure functions; nothing is run here.
+"""Containers: the command line that starts a program of ours inside a container. Pure; this module runs nothing.
 
-Only the fork server, and with it all workers, runs inside: it needs the user's libraries. Supervisor and agents stay on
-the host, where Slurm's commands are. Runtimes pass on standard input, output and error, and differ in everything else:
-enroot closes every other descriptor (enroot-switchroot calls closefrom(3)), apptainer puts a process of its own between
-the program and us. So a program inside gets its socket as standard input, and does not check its parent process. Both
-runtimes keep the host's process ids, unless a site forces PID namespaces (apptainer --pid, ENROOT_UNSHARE_PID), which
-is not supported.
+Only the fork server runs inside, and with it all workers, because it needs the user's libraries. Supervisor and agents
+stay on the host, where Slurm's commands are. Runtimes pass on standard input, output and error, and differ in
+everything else: enroot closes all other descriptors (enroot-switchroot calls closefrom(3)), and apptainer puts a
+process of its own between the program and us. So a program inside gets its socket as standard input, and does not check
+its parent process. Both runtimes keep the host's process ids, unless a site forces PID namespaces (apptainer --pid,
+ENROOT_UNSHARE_PID), which is not supported.
 
-Pyxis is a plugin of srun, and its options reach only programs that srun itself starts. Workers are not started by srun;
-but pyxis runs enroot with the same images, and so do we.
+Pyxis is a plugin of srun, and its options apply only to programs that srun itself starts. Workers are not started by
+srun; but pyxis runs enroot with the same images, and so does this module.
 
 Sources: enroot 3.5 and later (`src/runtime.sh`, `bin/enroot-switchroot.c`, `doc/cmd/start.md`), apptainer 1.x
 (`cmd/starter/c/starter.c`: it leaves inherited descriptors alone).
@@ -27,7 +27,7 @@ from resihp.errors import ConfigurationError
 from wrapper.config.run_spec import Container
 from wrapper.config.values import expanded
 
-if TYPE_CHECKING:  # agents never check a configuration, and start faster without it
+if TYPE_CHECKING:  # agents never check a configuration, and start faster without this import
     from wrapper.config.schema import ContainerSection
 
 IMAGE_SUFFIXES = {"apptainer": (".sif", ".img", ".sqsh", ".squashfs"), "enroot": (".sqsh", ".squashfs")}
@@ -49,11 +49,13 @@ PLACE_VARIABLES = (
     "HOME",
     "TMPDIR",
 )
-"""Environment variables that hold paths: workers keep the container's values of these, and the host's of all others."""
+"""Environment variables that contain paths. Workers get the container's values of these variables, and the host's
+values of all others."""
 
 
 def check(section: ContainerSection) -> Container | None:
-    """Return the configured container; None without one. Raises ConfigurationError for one that cannot be started."""
+    """Return the configured container; None if none is configured. Raises ConfigurationError for a container that
+    cannot start."""
     if not section.runtime:
         if section.image or section.mounts:
             raise ConfigurationError("[container]: no runtime is set; set it to apptainer, enroot or pyxis")
@@ -78,7 +80,8 @@ def check(section: ContainerSection) -> Container | None:
 
 
 def with_folders(container: Container | None, folders: Iterable[Path]) -> Container | None:
-    """Add these folders to the mounts, at the same paths inside as outside, unless something else is mounted there.
+    """Return the container with these folders added to its mounts, at the same paths inside as outside. A folder is not
+    added if something else is mounted at its path.
 
     Raises ConfigurationError for a name that no runtime can mount.
     """
@@ -101,9 +104,9 @@ def _parsed(mount: str) -> tuple[str, str, bool]:
 
 
 def wrap(container: Container | None, argv: Sequence[str], exported: Iterable[str] = ()) -> list[str]:
-    """Return the command line that runs `argv` inside; `argv` itself without a container.
+    """Return the command line that runs `argv` inside the container; `argv` itself without a container.
 
-    `exported`: names of variables of our environment that must be set inside, because enroot passes none on.
+    `exported`: names of our environment variables that the command line must set inside, because enroot passes none on.
     """
     if container is None:
         return list(argv)
@@ -122,21 +125,23 @@ def wrap(container: Container | None, argv: Sequence[str], exported: Iterable[st
 
 
 def environment(container: Container | None, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for `wrap`'s command: enroot's hook shows a container no GPU unless these variables ask
-    for it."""
+    """Return the environment for the command from `wrap`. It includes the variables that enroot's hook needs to show
+    GPUs to the container."""
     if container is None or container.runtime == "apptainer":
         return dict(given)
     return {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility", **given}
 
 
 def of_workers(container: Container | None, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the workers' environment: ours, in a container without the variables that hold paths of the host."""
+    """Return the environment of the workers: ours; in a container, without the variables that contain paths of the
+    host."""
     if container is None:
         return dict(environment)
     return {name: value for name, value in environment.items() if name not in PLACE_VARIABLES}
 
 
 def job_folders(cwd: str, folder: Path, checkpoints: Path, python_path: str) -> list[Path]:
-    """Return the folders that workers open: their working folder, the job's own, checkpoints, PYTHONPATH."""
+    """Return the folders that workers open: the working folder, the job's folder, checkpoints, and the entries of
+    PYTHONPATH."""
     entries = [Path(entry) for entry in python_path.split(os.pathsep) if entry and Path(entry).is_dir()]
     return list(dict.fromkeys([Path(cwd), folder, checkpoints, *entries]))

@@ -1,7 +1,7 @@
-"""Classify the user's command (a Python script, a Python module, or anything else) and choose its interpreter.
+"""Classifies the user's command as a Python script, a Python module or anything else, and chooses its interpreter.
 
-Scripts and modules are forked from a server that has imported resihp, so their interpreter must have it. Called by
-`resihp run` before anything is started.
+Scripts and modules are forked from a server that has imported resihp, so their interpreter must have resihp installed.
+Called by `resihp run` before anything is started.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from wrapper.launch.launcher import own_environment
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 _HARMLESS = frozenset("uB")
-"""Options of python that make no difference here: output is line-buffered anyway, and bytecode may be written or
-not."""
+"""Options of python that may be dropped: output is line-buffered anyway, and writing bytecode or not makes no
+difference."""
 
 
 def resolve(command: Sequence[str], notice: Callable[[str], None], inside: str | None = None) -> Program:
-    """Return how to start a command. Raises UsageError if it does not exist or if its interpreter lacks resihp.
+    """Return how to start a command. Raises UsageError if the command does not exist, or if its interpreter lacks
+    resihp.
 
-    `inside`: interpreter of the container that the command runs in; its files cannot be checked from here.
+    `inside`: interpreter in the container that runs the command, whose files cannot be checked from here; None without
+    a container.
     """
     if not command:
         raise UsageError("no command to run; resihp run ... -- python train.py, or command = [...] in [job]")
@@ -56,7 +58,8 @@ def resolve(command: Sequence[str], notice: Callable[[str], None], inside: str |
 
 
 def _without_options(command: Sequence[str]) -> list[str]:
-    """Return the words after python and its options. Raises UsageError for an option that makes a difference."""
+    """Return the words after python and its options. Raises UsageError for an option that cannot be dropped
+    (`_HARMLESS`)."""
     first, rest = command[0], list(command[1:])
     while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c", "-"):
         option = rest.pop(0)
@@ -69,7 +72,8 @@ def _without_options(command: Sequence[str]) -> list[str]:
 
 
 def missing_script(command: Sequence[str]) -> str:
-    """Describe the Python script that a command names but that does not exist; empty if nothing is missing."""
+    """Return a description of the Python script that the command names and that does not exist; empty if nothing is
+    missing."""
     if not command or not _PYTHON.fullmatch(os.path.basename(command[0])):
         return ""
     rest = [*dropwhile(lambda word: word.startswith("-") and word not in ("-m", "-c", "-"), command[1:])]
@@ -97,7 +101,7 @@ def _interpreter(named: str, notice: Callable[[str], None]) -> str:
 
 
 def _has_resihp(interpreter: str) -> bool:
-    """Return whether an interpreter can import resihp, started as the fork server will be: without the user's own
+    """Return whether an interpreter can import resihp. It is started as the fork server will be, without the user's
     modules."""
     probe = [interpreter, "-P", "-c", "import resihp.worker.forkserver"]
     try:

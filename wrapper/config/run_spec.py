@@ -19,7 +19,8 @@ from wrapper.launch.ports import Ports
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
-    """How to start the user's command. `argv` begins with the script, the module's name, or the command."""
+    """Description of how to start the user's command. `argv` begins with the script, the module's name, or the
+    command."""
 
     kind: Literal["script", "module", "command"]
     argv: tuple[str, ...]
@@ -28,10 +29,11 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlurmRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The Slurm job of the run, and limits on requests to Slurm for it. Empty strings: not set.
+    """The Slurm job of a run, and limits on the run's requests to Slurm. An empty string means that a setting is not
+    set.
 
-    Counts are per node, None where they are unknown. `host_names`: by node, the name by which Slurm reaches it.
-    `job_id`, `number`: see `wrapper.launch.allocation.Allocation`; an empty number means that it equals the id.
+    Counts are per node; None if unknown. `host_names`: for each node, the name by which Slurm reaches it. `job_id`,
+    `number`: as in `wrapper.launch.allocation.Allocation`; an empty number means that it equals the id.
     """
 
     job_id: str
@@ -42,7 +44,7 @@ class SlurmRequest(msgspec.Struct, frozen=True, kw_only=True):
     host_names: dict[str, str]
     cpus: int | None
     gpus: int | None
-    """Slurm's GPUs, which steps request; None: the allocation has none."""
+    """Number of GPUs of a node that steps request from Slurm; None if the allocation has no GPUs."""
     partition: str = ""
     account: str = ""
     qos: str = ""
@@ -51,13 +53,13 @@ class SlurmRequest(msgspec.Struct, frozen=True, kw_only=True):
     extra: tuple[str, ...] = ()
     """Further options of sbatch."""
     most_drained: int | None = None
-    """How many nodes of the cluster may be drained with our reason at a time, by all jobs; None: any number."""
+    """Most nodes of the cluster that may be drained with our reason at a time, by all jobs together; None: no limit."""
     spool: str = ""
     comment: bool = True
 
 
 class Container(msgspec.Struct, frozen=True, kw_only=True):
-    """Container of the workers. `mounts`: (source, destination, read-only), the job's own folders included."""
+    """The container of the workers. `mounts`: (source, destination, read-only), including the job's own folders."""
 
     runtime: Literal["apptainer", "enroot"]
     image: str
@@ -65,9 +67,10 @@ class Container(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListenerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Listeners of the job (`wrapper.sinks.fanout`). Paths are absolute; 0 and empty strings: no listener.
+    """The listeners of a job (`wrapper.sinks.fanout`). Paths are absolute; 0 or an empty string means that a listener
+    is off.
 
-    `webhook` may be secret: only the owner may read this file, and we store it nowhere else.
+    `webhook` may be secret: only the owner can read this file, and we write the URL nowhere else.
     """
 
     metrics_port: int = 0
@@ -82,7 +85,7 @@ class ListenerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. Folders are absolute. `python_path` is the user's PYTHONPATH, which only workers get."""
+    """The request for one run. Folders are absolute. `python_path`: the user's PYTHONPATH, which only workers get."""
 
     settings: Settings
     folder: str
@@ -96,23 +99,24 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     ledger_url: str
     restart_count: int
     ledger_keep_s: float | None = None
-    """Value of `[ledger] keep`."""
+    """Value of `[ledger] keep`, in seconds; None to keep everything for ever."""
     host: str = "127.0.0.1"
     """Address that the supervisor listens on: never all addresses of a machine."""
     ports: Ports | None = None
     """Range of ports on which our processes listen for other nodes; None: any port."""
     interface: str = ""
-    """Interface of the workers, from `[network] interface`; empty: the one on which the supervisor is reached."""
+    """Network interface of the workers, from `[network] interface`; empty: the interface by which the supervisor is
+    reached."""
     succession: bool = False
-    """Whether agents keep copies of the journal, and elect another supervisor when this one's node is lost."""
+    """Whether agents keep copies of the journal, and elect another supervisor if the supervisor's node is lost."""
     chained: bool = False
-    """Whether the job belongs to a chain, in which each job continues from the checkpoints of the one before."""
+    """Whether the job is part of a chain, in which each job resumes from the checkpoints of the previous one."""
     begins_at: int = 0
-    """Iteration of the newest checkpoint at the start; 0 for none."""
+    """Iteration of the newest checkpoint when the run begins; 0 without a checkpoint."""
     run: str = ""
-    """Identifier shared by all attempts that continue from each other's checkpoints."""
+    """Identifier that is shared by all attempts of one training, which resume from each other's checkpoints."""
     go_on: str = ""
-    """Shell command that continues from this run's checkpoints."""
+    """Shell command that resumes from this run's checkpoints; empty if not recorded."""
     slurm: SlurmRequest | None = None
     container: Container | None = None
     listening: ListenerSettings = ListenerSettings()
@@ -128,21 +132,20 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def of_job(self) -> OurJob:
-        """The job's folder, as ours: `load` has checked who could have written it, and only it and `resihp run` make
+        """The job's folder as an `OurJob`. This is safe: only `load`, which checks the folder, and `resihp run` create
         requests."""
         return OurJob(self.job, Path(self.folder))
 
 
 def virtual_nodes(count: int) -> tuple[str, ...]:
-    """Return names for nodes that are only processes on this machine."""
+    """Return names for `count` virtual nodes, which are only processes on this machine."""
     return tuple(f"n{i + 1}" for i in range(count))
 
 
 def load(path: Path) -> RunRequest:
-    """Read a request. Raises OwnershipError if others could have written it, UsageError if it is missing or of another
-    version.
+    """Read a request. `path` is run.json in a job's folder; if that folder was moved, paths inside it are adapted.
 
-    `path` is run.json in a job's folder. If that folder was moved, paths inside it follow it.
+    Raises OwnershipError if others could have written the file, UsageError if it is missing or of another version.
     """
     job = Job(path.parent.name, path.parent)
     try:
@@ -155,8 +158,8 @@ def load(path: Path) -> RunRequest:
 
 
 def _of_0_1(document: dict[str, Any]) -> dict[str, Any]:
-    """Convert a run that resihp 0.1 wrote, which may have to go on after an update: there, the settings of today stood
-    at the top level and in the Slurm request."""
+    """Convert a request that resihp 0.1 wrote, because its job may continue after an update. In 0.1, the present
+    settings were fields of the request and of its Slurm part."""
     slurm = document.get("slurm") or {}
     of_that_version = {"examine": True, "plans_ahead": False, "search_s": 0.0}
     its_own = {"slurm": bool(slurm), "chunks": document.get("virtual_stages", 1)}

@@ -1,7 +1,7 @@
-"""Decide which nodes a run has, how many of them its layout uses, and whether that layout is possible.
+"""Decides which nodes a run has, how many of them its layout uses, and whether the layout is possible.
 
-Nodes come from the configuration with `--local`, from the allocation under Slurm. Errors are raised before anything is
-created or started. Called by `resihp run` and `resihp submit`.
+With `--local`, the nodes come from the configuration; under Slurm, from the allocation. Errors are raised before
+anything is created or started. Called by `resihp run` and `resihp submit`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from wrapper.launch.allocation import Allocation
 
 @dataclass(frozen=True)
 class Shape:
-    """Nodes in the order in which ranks fill them; the last `spares` of them are not in the first layout."""
+    """The nodes of a run, in the order in which ranks fill them. The last `spares` nodes are not part of the first
+    layout."""
 
     nodes: tuple[str, ...]
     gpus_per_node: int
@@ -28,24 +29,28 @@ class Shape:
 
     @property
     def laid_out(self) -> int:
-        """Number of nodes of the first layout."""
+        """Number of nodes in the first layout."""
         return len(self.nodes) - self.spares
 
     @property
     def devices(self) -> int:
-        """Number of devices of all nodes, spares included."""
+        """Number of devices on all nodes, including spares."""
         return len(self.nodes) * self.gpus_per_node
 
 
 def on_this_machine(configuration: Configuration) -> Shape:
-    """Return the configured shape: virtual nodes for the layout, and one more for each spare."""
+    """Return the configured shape of a run with --local: virtual nodes for the layout, and another one for each
+    spare."""
     job, spares = configuration.job, configuration.slurm.spares
     return Shape(virtual_nodes(job.nodes + spares), job.gpus_per_node, spares)
 
 
 def devices_of(option: str | None, nodes: int, *, local: bool) -> int | None:
-    """Return the number of `--gpus-per-node`. With --local, `auto` divides the machine's GPUs among the virtual nodes;
-    under Slurm, `auto` means None, as without the option: the GPUs that Slurm gave. Raises UsageError."""
+    """Return the number of devices per node that `--gpus-per-node` means; None if the option is missing.
+
+    With --local, `auto` divides the machine's GPUs among the virtual nodes. Under Slurm, `auto` is the same as no
+    option: the GPUs that Slurm gave. Raises UsageError.
+    """
     if option is None or (option == "auto" and not local):
         return None
     if option == "auto":
@@ -59,7 +64,8 @@ def devices_of(option: str | None, nodes: int, *, local: bool) -> int | None:
 
 
 def _gpus_here(environment: Mapping[str, str]) -> int:
-    """Count the GPUs of this machine that its user may see. Raises UsageError if there are none."""
+    """Return the number of this machine's GPUs that the user's processes can see. Raises UsageError if there are
+    none."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         count = len([device for device in visible.split(",") if device.strip() not in ("", "-1", "NoDevFiles")])
@@ -85,10 +91,10 @@ def _gpus_here(environment: Mapping[str, str]) -> int:
 
 
 def of_allocation(configuration: Configuration, allocation: Allocation, notice: Callable[[str], None]) -> Shape:
-    """Return the shape of the allocation, or of a smaller request. Raises UsageError if the configuration asks for
-    more.
+    """Return the shape of a run in the allocation: all of it, or as much as the configuration requests. Nodes that the
+    layout does not need are spares.
 
-    Nodes that the layout does not need are spares.
+    Raises UsageError if the configuration requests more than the allocation has.
     """
     job, spares, given = configuration.job, configuration.slurm.spares, len(allocation.nodes)
     job_name = f"job {allocation.job_id}"
@@ -130,7 +136,7 @@ def _gpus(configuration: Configuration, allocation: Allocation, notice: Callable
 
 
 def check_layout(layout: LayoutSection, nodes: int, gpus_per_node: int) -> None:
-    """Raise LayoutError for a layout that is impossible on these nodes, whatever the model is."""
+    """Raise LayoutError for a layout that is impossible on these nodes, for any model."""
     devices = nodes * gpus_per_node
     if layout.tp > gpus_per_node:
         raise LayoutError(
@@ -165,7 +171,8 @@ def check_layout(layout: LayoutSection, nodes: int, gpus_per_node: int) -> None:
 
 
 def check_target(fault: Fault, shape: Shape, come_backs: int) -> None:
-    """Raise ConfigurationError for a fault without a target. Respawned processes get ranks of their own."""
+    """Raise ConfigurationError if the fault's target does not exist. Processes that are started again get new ranks, so
+    higher ranks than those of the first layout may exist."""
     devices = shape.devices
     most = devices * (1 + come_backs)
     if fault.rank is not None and fault.rank >= most:

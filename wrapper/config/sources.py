@@ -29,7 +29,7 @@ WORKING_FOLDER_FILE = Path("resihp.toml")
 """The file in the current folder."""
 
 SECRET_KEYS = (("hooks", "webhook"), ("ledger", "url"))
-"""(section, key) of each value that no message may repeat."""
+"""(section, key) of the values that no message may contain."""
 
 
 def read(
@@ -39,10 +39,10 @@ def read(
     site: tuple[Path, ...] | None = None,
     authority: Path = SITE_FILE,
 ) -> Configuration:
-    """Merge all sources into one configuration. `command_line`: section -> key -> value, of options that were given.
+    """Return the configuration merged from all sources. `command_line`: section -> key -> value, for the options that
+    were given.
 
-    `site`: files that are read if they exist, the strongest first; `authority`: the file that may set [site].
-
+    `site`: files that are read if they exist, in order of precedence; `authority`: the only file that may set [site].
     Raises ConfigurationError that names the source, the key, and the nearest valid key.
     """
     paths = [] if job_file is None else [job_file]
@@ -86,7 +86,7 @@ def _check_thresholds(configuration: Configuration) -> None:
 
 
 def _bounded(configuration: Configuration, authority: str) -> Configuration:
-    """Lower defaults to the site's limits; raise ConfigurationError if a configured value exceeds one."""
+    """Lower default values to the site's limits. Raise ConfigurationError if a configured value exceeds a limit."""
     slurm, lower = configuration.slurm, {}
     for key in ("drains", "replacements", "spares"):
         requested, most = getattr(slurm, key), getattr(configuration.site, key)
@@ -100,8 +100,8 @@ def _bounded(configuration: Configuration, authority: str) -> Configuration:
 
 
 def check_partition(named: str, configuration: Configuration, subject: str, authority: str = str(SITE_FILE)) -> None:
-    """Raise ConfigurationError for a partition that the site does not allow. `named` may list several, separated by
-    commas."""
+    """Raise ConfigurationError for a partition that the site does not allow. `named`: one or several partitions,
+    separated by commas."""
     allowed = configuration.site.partitions
     for name in filter(None, named.split(",")):
         if allowed and name not in allowed:
@@ -109,9 +109,11 @@ def check_partition(named: str, configuration: Configuration, subject: str, auth
 
 
 def _is_read(path: Path, job_file: Path | None) -> bool:
-    """Decide whether to read a file that the user did not name. Raises ConfigurationError for another user's file in
-    the current folder, because it could choose the commands to run and the servers to contact. Skips the file if it is
-    the job file, which is read already."""
+    """Return whether to read a file that the user did not name; False if it is the job file, which is read already.
+
+    Raises ConfigurationError if the file is in the current folder and belongs to another user, as it could choose the
+    commands to run and the servers to contact.
+    """
     if path != WORKING_FOLDER_FILE or not (owner := other_owner(path)):
         return True
     if job_file is not None and job_file.samefile(path):
@@ -123,7 +125,7 @@ def _is_read(path: Path, job_file: Path | None) -> bool:
 
 
 def site_files() -> tuple[Path, ...]:
-    """Return the files that are read if they exist, the strongest first."""
+    """Return the files that are read if they exist, in order of precedence."""
     own: tuple[Path, ...] = ()
     with suppress(RuntimeError):  # in a container, the user may have no home directory
         configuration = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
@@ -139,7 +141,8 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, dict[str, str]]:
-    """Return `RESIHP_SECTION__KEY` variables; those without the separator (RESIHP_HOME) are not configuration."""
+    """Return the `RESIHP_SECTION__KEY` variables as section -> key -> value. Other variables, such as RESIHP_HOME, are
+    no configuration."""
     variables: dict[str, dict[str, str]] = {}
     for name, value in os.environ.items():
         section, separator, key = name.removeprefix(ENV_PREFIX).partition(ENV_SEPARATOR)
@@ -177,7 +180,7 @@ def _nearest(word: str, valid: Mapping[str, Any]) -> str:
 
 
 def _explain(error: ValidationError, sources: list[tuple[str, Any]]) -> str:
-    """Describe the first problem, with the source of the value."""
+    """Describe the first problem of a configuration, and name the source of the wrong value."""
     problem = error.errors()[0]
     section, key = (str(part) for part in (*problem["loc"], "", "")[:2])
     source = next((name for name, content in sources if key in content.get(section, {})), "configuration")

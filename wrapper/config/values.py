@@ -1,8 +1,8 @@
 """Validators of configuration values: sizes, times, names for Slurm, mounts. Each raises ValueError with an
 explanation.
 
-Names and options end up in batch scripts, so no value passes in which a shell or sbatch would see special characters.
-Used by `wrapper.config.schema`.
+Names and options end up in batch scripts. So a value is refused if a shell or sbatch would treat one of its characters
+as special. Used by `wrapper.config.schema`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(I?)B", re.IGNORECASE)
 
 
 def size(text: object) -> int | None:
-    """Return the bytes of `80GB`, `79.5 GiB`, `512MB`: powers of 1000, with an i of 1024. Raises ValueError."""
+    """Return the number of bytes of `80GB`, `79.5 GiB` or `512MB`. Units are powers of 1000, or of 1024 with an `i`.
+    Raises ValueError."""
     if text is None:
         return None
     match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
@@ -40,7 +41,7 @@ _SLURM_TIME = re.compile(r"(?:(\d+)-)?(\d+):(\d+):(\d+)")
 
 
 def duration(text: object) -> float | None:
-    """Return the seconds of `24h`, `1h30m`, `2d`, `45s`, or Slurm's `[days-]hours:minutes:seconds`. Raises
+    """Return the number of seconds of `24h`, `1h30m`, `2d`, `45s`, or of Slurm's `[days-]hours:minutes:seconds`. Raises
     ValueError."""
     if text is None or (isinstance(text, float) and text > 0 and math.isfinite(text)):  # defaults are validated, too
         return text
@@ -57,7 +58,7 @@ NO_LIMIT = "never"
 
 
 def duration_or_never(text: object) -> float | None:
-    """Return seconds as `duration` does; None for `never`. Raises ValueError."""
+    """Return a number of seconds as `duration` does, or None for `never`. Raises ValueError."""
     if text == NO_LIMIT:
         return None
     try:
@@ -71,14 +72,14 @@ _FEATURES = re.compile(r"[A-Za-z0-9_.,:+@/*&|!()\[\]-]*")
 
 
 def plain(name: str) -> str:
-    """Return a name that Slurm accepts and that a shell does not interpret. Raises ValueError."""
+    """Return the name if Slurm accepts it and a shell does not interpret it. Raises ValueError."""
     if not _PLAIN.fullmatch(name) or name.startswith("-"):
         raise ValueError("must consist of letters, digits and _ . , : + @ / -")
     return name
 
 
 def features(text: str) -> str:
-    """Return a constraint in sbatch's syntax, such as `a100&nvlink`. Raises ValueError."""
+    """Return the text if it is a constraint in sbatch's syntax, such as `a100&nvlink`. Raises ValueError."""
     if not _FEATURES.fullmatch(text) or text.startswith("-"):
         raise ValueError("must consist of feature names joined with & | , and brackets")
     return text
@@ -86,17 +87,18 @@ def features(text: str) -> str:
 
 _PORTS = re.compile(r"(\d{1,5})-(\d{1,5})", re.ASCII)
 MIN_PORTS = 16
-"""Fewest ports in a range: each job may have four of our listeners on a node, and a node may have several jobs."""
+"""Smallest number of ports in a range: a job may have four of our listeners on a node, and a node may have several
+jobs."""
 
 
 def ports(text: str) -> str:
-    """Return a range such as `60001-63000`. Raises ValueError."""
+    """Return the text if it is a range of ports such as `60001-63000`. Raises ValueError."""
     ports_of(text)
     return text
 
 
 def ports_of(text: str) -> tuple[int, int] | None:
-    """Return the first and the last port of a range; None without one. Raises ValueError."""
+    """Return the first and the last port of a range; None for an empty text. Raises ValueError."""
     if not text:
         return None
     bounds = _PORTS.fullmatch(text)
@@ -111,7 +113,7 @@ def ports_of(text: str) -> tuple[int, int] | None:
 
 
 def gpu_type(name: str) -> str:
-    """Return a site's name in Slurm for a type of GPU. Raises ValueError."""
+    """Return the text if it may be a site's name in Slurm for a type of GPU. Raises ValueError."""
     if not re.fullmatch(r"[A-Za-z0-9_.-]*", name) or name.startswith("-") or name.isdigit():
         raise ValueError("must be one name of letters, digits and _ . -, as h100; sinfo -o %G lists the valid names")
     return name
@@ -121,7 +123,8 @@ _INTERFACES = re.compile(r"[A-Za-z0-9_.-]{1,15}(,[A-Za-z0-9_.-]{1,15})*", re.ASC
 
 
 def interfaces(text: str) -> str:
-    """Return names of network interfaces or their beginnings, as `ib0` or `ib,eth1`. Raises ValueError."""
+    """Return the text if it lists network interfaces, or beginnings of their names, as `ib0` or `ib,eth1`. Raises
+    ValueError."""
     if text and not _INTERFACES.fullmatch(text):
         raise ValueError("must be names of interfaces or their beginnings, as ib0 or ib,eth1")
     return text
@@ -150,11 +153,11 @@ OWN_SBATCH_OPTIONS = {
         ("ntasks", "ntasks-per-node", "no-kill", "kill-on-invalid-dep", "wrap", "array", "open-mode", "export"), ""
     ),
 }
-"""Options of sbatch that we set ourselves, and the key to use instead; empty where no other value would work."""
+"""Options of sbatch that resihp sets itself, each with the key to use instead; empty if only resihp's value works."""
 
 
 def option(text: str) -> str:
-    """Return an option for sbatch that we do not set ourselves. Raises ValueError."""
+    """Return the text if it is an option of sbatch that resihp does not set itself. Raises ValueError."""
     if not _OPTION.fullmatch(text):
         raise ValueError("must be a long option of sbatch, as --mail-type=END, without quotes, $, # and backslashes")
     name = text[2:].partition("=")[0]
@@ -171,21 +174,22 @@ _MOUNT = re.compile(r"/[^:,\s]*(:/[^:,\s]*(:(ro|rw))?)?")
 
 
 def mount(text: str) -> str:
-    """Return `/source`, `/source:/destination` or `/source:/destination:ro`. Raises ValueError."""
+    """Return the text if it is a mount: `/source`, `/source:/destination` or `/source:/destination:ro`. Raises
+    ValueError."""
     if not _MOUNT.fullmatch(text):
         raise ValueError("must be /source, /source:/destination or /source:/destination:ro, without spaces and commas")
     return text
 
 
 def textfile(path: str) -> str:
-    """Return a file for node_exporter, which reads only files that end with .prom. Raises ValueError."""
+    """Return the path if node_exporter would read the file: its name must end with .prom. Raises ValueError."""
     if path and not path.endswith(".prom"):
         raise ValueError("node_exporter reads only files that end with .prom; choose such a name")
     return path
 
 
 def webhook(url: SecretStr) -> SecretStr:
-    """Return a URL that can be POSTed to. Raises ValueError, which does not repeat the URL."""
+    """Return the URL if documents can be POSTed to it. Raises ValueError, which does not repeat the URL."""
     from wrapper.sinks.hooks import checked
 
     if url.get_secret_value():
@@ -194,7 +198,7 @@ def webhook(url: SecretStr) -> SecretStr:
 
 
 def known_events(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return names of hook events. Raises ValueError that lists the valid events."""
+    """Return the names if all are names of hook events. Raises ValueError that lists the valid events."""
     from wrapper.sinks.hooks import EVENT_ENTRIES
 
     for name in names:
@@ -206,7 +210,8 @@ def known_events(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def expanded(path: str) -> Path:
-    """Return a path with the user's home in place of `~`. Raises ConfigurationError where there is none."""
+    """Return the path with `~` replaced by the user's home directory. Raises ConfigurationError if the user has
+    none."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -216,7 +221,7 @@ def expanded(path: str) -> Path:
 
 
 def known_schedule(name: str) -> str:
-    """Return the name of a schedule. Raises ValueError that lists the valid names."""
+    """Return the name if it is a known pipeline schedule. Raises ValueError that lists the valid names."""
     if name not in SCHEDULE_NAMES:
         raise ValueError(f"must be one of {', '.join(SCHEDULE_NAMES)}")
     return name

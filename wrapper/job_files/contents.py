@@ -1,6 +1,6 @@
-"""The files in a job's folder that are JSON: their fields, and limits for reading them.
+"""The JSON files in a job's folder: their fields, and limits for reading them.
 
-Decides which values are valid. Reads and writes nothing. Used by `job`, `registered` and writers of these files.
+Decides which values are valid. Reads and writes nothing. Used by `job`, `registered` and the writers of these files.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import msgspec
 from wrapper import registry
 
 MAX_PROGRESS_BYTES = 64 << 10
-"""Limit for progress.json; ours have a few thousand bytes."""
+"""Largest progress.json that is read, in bytes; ours have a few thousand."""
 MAX_EXIT_CODE_BYTES = 64
 READ_ERRORS = (OSError, ValueError, RecursionError)
-"""Errors of reading and decoding any file: those of msgspec and of text encodings are ValueErrors."""
+"""Errors of reading and decoding a file. Errors of msgspec and of text encodings are ValueErrors."""
 
 
 class JobFile(msgspec.Struct, frozen=True, kw_only=True):
-    """job.json. `created_at`: UTC, seconds since 1970. `starter`: identity of the process that made the job, on `host`.
+    """Content of job.json. `created_at`: UTC, seconds since 1970. `starter`: identity of the process on `host` that
+    created the job.
 
-    `uuid`: the job's id in its ledger; empty until its journal has begun, and in files of earlier versions.
+    `uuid`: the job's id in its ledger; empty until the journal is begun, and in files of earlier versions.
     """
 
     name: str
@@ -33,7 +34,7 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True):
     uuid: str = ""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for invalid fields; to a caller that decodes the file, it is a msgspec.ValidationError."""
+        """Raise ValueError for invalid fields. A caller that decodes the file gets it as a msgspec.ValidationError."""
         if "\0" in self.journal or not self.journal.startswith("/"):
             raise ValueError("names no journal")
         if not abs(self.created_at) < registry.LATEST_S:
@@ -41,7 +42,7 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SupervisorFile(msgspec.Struct, frozen=True, kw_only=True):
-    """supervisor.json: the supervisor's address for operators."""
+    """Content of supervisor.json: the address at which the supervisor takes requests of operators."""
 
     host: str
     port: Annotated[int, msgspec.Meta(gt=0, lt=1 << 16)]
@@ -49,7 +50,7 @@ class SupervisorFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LastIteration(msgspec.Struct, frozen=True, kw_only=True):
-    """A committed iteration; `seconds` and `loss` are null if unknown. Times are UTC, in seconds since 1970."""
+    """A committed iteration; `seconds` and `loss` are None if unknown. Times are UTC, in seconds since 1970."""
 
     iteration: int
     loss: float | None
@@ -59,9 +60,9 @@ class LastIteration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProgressFile(msgspec.Struct, frozen=True, kw_only=True):
-    """progress.json: a job's progress, written by its supervisor every few seconds while it changes.
+    """Content of progress.json: a job's progress, written by its supervisor every few seconds while it changes.
 
-    `began_at`: the job's `created_at`, so that the file is not taken for a later job's in the same folder. `recent`:
+    `began_at`: the job's `created_at`, which tells the file from one of an earlier job in the same folder. `recent`:
     the last iterations, oldest first.
     """
 
@@ -76,6 +77,6 @@ class ProgressFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OriginalFolder(msgspec.Struct):
-    """The part of run.json with the folder that the job was created in."""
+    """The field of run.json with the folder in which the job was created."""
 
     folder: str = ""

@@ -1,6 +1,6 @@
-"""Ends a job after its supervisor's death: writes the end into its journal, and copies the journal to its folder.
+"""Ends a job after its supervisor's death: writes the job's end into its journal, and copies the journal to its folder.
 
-Decides whether a job needs that, and restores a journal from its copy. Never ends a job that has a supervisor. Called
+Decides whether a job needs an end, and restores a journal from its copy. Never ends a job that has a supervisor. Called
 by commands that look at a job of ours, and by the guardian of a supervisor that has died.
 """
 
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 
 
 def finish_dead_job(job: OurJob, reason: str = "the supervisor was found dead", *, locked: bool = False) -> bool:
-    """Write the end of a job that has no supervisor any more; return whether that was needed.
+    """Write the end of a job that no longer has a supervisor; return whether an end was written.
 
-    Does nothing while a supervisor holds the lock, for a job that has ended or has not begun, if the journal is on
-    another machine, for another user's job, and if the folder is read-only. A job's own record of its end is kept: if
-    its exit code or the copy of its journal exists, nothing is overwritten, and an original that lacks the end is
-    restored from the copy. The ledger catches up with the journal. `locked`: our guardian has the lock for us.
+    Does nothing if a supervisor holds the lock, if the job has ended or has not begun, if its journal is on another
+    machine, if it is another user's job, or if its folder is read-only. An end that the job itself recorded is kept: if
+    its exit code or the copy of its journal exists, nothing is overwritten, and an original journal without an end is
+    restored from the copy. Then the ledger is brought up to date with the journal. `locked`: our guardian already holds
+    the lock.
     """
     path = job.journal_file
     if not _may_write_end(job, path, locked=locked):
@@ -56,19 +57,19 @@ def finish_dead_job(job: OurJob, reason: str = "the supervisor was found dead", 
 
 
 def _may_write_end(job: OurJob, path: Path, *, locked: bool) -> bool:
-    """Return whether the journal at `path` is this job's, on this machine, and nobody else writes it."""
+    """Return whether the journal at `path` is on this machine, belongs to this job, and has no other writer."""
     if not job.is_writable or not is_own(path.parent) or not path.exists():
         return False
     if path.parent.name != job.place_name and not job.may_name(path):
-        # its folder may come from another user's archive, and that file may be another job's, or not a journal
+        # the folder may come from another user's archive, and the path may lead to another job's journal or to any file
         return False
     if job.read().host != socket.gethostname() and not locked:
-        return False  # the journal is an earlier job's of that name on this machine
+        return False  # the journal on this machine belongs to an earlier job of the same name
     return not is_succeeded(path)
 
 
 def _lacks_end(job: OurJob, path: Path) -> bool:
-    """Return whether no file has the job's end. Restores the journal if only its copy has the end.
+    """Return whether neither the journal nor its copy has the job's end. If only the copy has it, restore the journal.
 
     Raises ProtocolError for a journal that cannot be read.
     """
@@ -86,7 +87,7 @@ def _lacks_end(job: OurJob, path: Path) -> bool:
 
 
 def _write_end(job: OurJob, path: Path, reason: str) -> None:
-    """Write the end into the journal, its copy, the exit code, the registry and the ledger."""
+    """Write the job's end into the journal, its copy, the exit code file, the registry and the ledger."""
     from resihp.record import journal, journal_file
 
     writer = journal_file.Journal(path)
@@ -113,8 +114,8 @@ def _warn(text: str) -> None:
 
 
 def _is_restored(job: OurJob, records: Sequence[Record]) -> bool:
-    """Restore the original journal, with the content `records`, from its copy, if the copy has the job's end and begins
-    as the original does; return whether that was done."""
+    """Restore the journal from its copy, if the copy has the job's end and the same first record; return whether that
+    was done. `records`: content of the original journal, empty if it cannot be read."""
     from resihp.record import journal_file
 
     try:
@@ -123,14 +124,14 @@ def _is_restored(job: OurJob, records: Sequence[Record]) -> bool:
         return False
     if not has_ended(copied) or not is_journal_of(job.read().uuid, copied) or (records and copied[0] != records[0]):
         return False
-    with suppress(OSError):  # for example if a folder has the journal's name
+    with suppress(OSError):  # for example if the journal's path is a folder
         write_private(job.journal_file, read_plain(job.journal_copy, journal_file.MAX_FILE_BYTES), sync=True)
         return True
     return False
 
 
 def copy_journal(job: OurJob) -> None:
-    """Put a copy of the journal beside the job's other files."""
+    """Copy the journal to the job's folder."""
     source = job.journal_file
     if source.exists():
         write_private(job.journal_copy, source.read_bytes())

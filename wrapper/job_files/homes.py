@@ -1,4 +1,4 @@
-"""The home of jobs: the folder that RESIHP_HOME names, or `.resihp` in the current folder.
+"""The home of jobs: the folder that RESIHP_HOME names, or else `.resihp` in the current folder.
 
 Decides which folder is the home. Creates nothing. Used by `wrapper.job_folder` and by commands that name the home.
 """
@@ -14,8 +14,11 @@ from wrapper.strict_modes import other_owner
 
 
 def home() -> Path:
-    """Return RESIHP_HOME, or else `.resihp` in the current folder. Raises OwnershipError if the latter is another
-    user's: working in a folder that others write to must not mean using the files that they put there."""
+    """Return RESIHP_HOME, or else `.resihp` in the current folder.
+
+    Raises OwnershipError if `.resihp` belongs to another user: a command that runs in a folder that others may write
+    must not use files that others put there.
+    """
     if named := os.environ.get("RESIHP_HOME"):
         return Path(named).absolute()
     here = Path(".resihp").absolute()

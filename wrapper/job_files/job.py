@@ -1,7 +1,7 @@
-"""A job's folder: one that anybody may have made (`Job`), and one that is ours (`OurJob`), with trusted files.
+"""A job's folder: `Job`, for a folder of any user, and `OurJob`, for a folder that only we can have written.
 
-Decides whether a job is ours, whether it is led, and which journal is its own. Every function that writes takes an
-`OurJob`, and `ours` is the only way to turn a `Job` into one. Never talks to a running job. Used through
+Decides whether a job is ours, whether it has a leader, and which journal belongs to it. Every function that writes
+takes an `OurJob`, and `ours` is the only way to turn a `Job` into one. Never contacts a running job. Used through
 `wrapper.job_folder`.
 """
 
@@ -47,18 +47,19 @@ if TYPE_CHECKING:
     from resihp.record import journal
 
 STARTS_S = 60.0
-"""How long a starting job may have no visible supervisor."""
+"""How long a job may take to start, in seconds. A job without a supervisor and a journal counts as never begun
+afterwards."""
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A job's folder, whoever made it, and the paths in it. Its files are not trusted."""
+    """A job's folder, of any user, and the paths in it. Its files are not trusted."""
 
     name: str
     folder: Path
 
     def __eq__(self, job: object) -> bool:
-        """Two jobs are equal if they have the same name and folder, whether or not they may be written."""
+        """Return whether the jobs have the same name and folder. A `Job` and an `OurJob` may be equal."""
         return isinstance(job, Job) and (self.name, self.folder) == (job.name, job.folder)
 
     def __hash__(self) -> int:
@@ -66,12 +67,12 @@ class Job:
 
     @property
     def home(self) -> Path:
-        """The RESIHP_HOME of the job."""
+        """The RESIHP_HOME that contains the job."""
         return self.folder.parent.parent
 
     @property
     def place_name(self) -> str:
-        """The name of its journal's folder on local disk, assuming that the job's folder has not been moved."""
+        """Name of the folder on local disk that has the journal, unless the job's folder was moved."""
         digest = hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:10]
         return f"{self.name}-{digest}"
 
@@ -109,16 +110,16 @@ class Job:
 
     @property
     def journals(self) -> tuple[Path, ...]:
-        """Paths where its journal may be read: of another user's job only the copy in its folder."""
+        """Paths from which the journal may be read. For another user's job, that is only the copy in its folder."""
         own = ours(self)
         return (self.journal_copy,) if own is None else own.journals
 
     @property
     def key(self) -> bytes:
-        return read_own(self.key_file, root_may=True)  # an administrator may contact any job
+        return read_own(self.key_file, root_may=True)  # an administrator may contact any user's job
 
     def read(self) -> JobFile:
-        """Read job.json. Raises JobNotFoundError if the folder holds no job of this version."""
+        """Read job.json. Raises JobNotFoundError if the folder does not contain a job of this version."""
         try:
             check_links(self.folder.parent, self.folder)
             return msgspec.json.decode(read_plain(self.folder / "job.json"), type=JobFile)
@@ -130,17 +131,19 @@ class Job:
             raise JobNotFoundError(f"job {self.name}: {self.folder} {why}") from error
 
     def read_own(self, name: str) -> bytes:
-        """Read a file that decides which programs run as us. Raises OwnershipError if others could have written it, or
-        a file or folder that leads to it: job.json and the folders up to RESIHP_HOME, and the journal's folder, if that
-        is on this machine."""
+        """Read a file that decides which programs run as us.
+
+        Raises OwnershipError if others could have written the file, job.json, one of the folders up to RESIHP_HOME or,
+        if it is on this machine, the journal's folder.
+        """
         with suppress(FileNotFoundError):
             file = check_ours(self)
             check_folder(Path(file.journal).parent, "RESIHP_LOCAL")
         return read_own(self.folder / name)
 
     def now(self, path: Path) -> Path:
-        """Translate a recorded path of the job to its present place: its folder, or its home, may have been moved
-        since, and other files may be in their place."""
+        """Translate a path that the job recorded, if the job's folder or home was moved since: return the same path
+        under the new place. At the old path there may be other files now."""
         with suppress(*READ_ERRORS):
             made = Path(msgspec.json.decode(read_plain(self.run_file), type=OriginalFolder).folder)
             for old, new in ((made, self.folder), (made.parent.parent, self.home)):
@@ -150,24 +153,25 @@ class Job:
 
     @property
     def is_led(self) -> bool:
-        """Whether a process holds the job's lock: then the job runs, or begins."""
+        """Whether a process holds the job's lock, so that the job is running or starting."""
         return _is_locked(self)
 
     @property
     def is_over(self) -> bool:
-        """Whether the job has ended and has no supervisor any more."""
+        """Whether the job has ended and no longer has a supervisor."""
         return self.exit_code_file.exists() and self.supervisor() is None
 
     def exit_code(self) -> int | None:
-        """Return the exit code of its supervisor; None if none is recorded."""
+        """Return the exit code of the supervisor; None if none is recorded."""
         with suppress(OSError, ValueError):
             code = int(read_plain(self.exit_code_file, MAX_EXIT_CODE_BYTES))
             return code if abs(code) < 1 << 31 else None
         return None
 
     def never_began(self, now_s: float) -> bool:
-        """Return whether the job was made on this machine, some time ago or by a process that has ended, and has
-        neither a supervisor nor a journal. False for another user's job, for which it is unknown."""
+        """Return whether the job was created on this machine but never began: it has neither a supervisor nor a
+        journal, and was created more than `STARTS_S` ago or by a process that has ended. False for another user's job,
+        as this is unknown."""
         if (own := ours(self)) is None:
             return False
         file = own.read()
@@ -176,16 +180,17 @@ class Job:
         return file.created_at < now_s - STARTS_S or _is_gone(file.starter)
 
     def supervisor(self) -> SupervisorFile | None:
-        """Return the supervisor's address; None if no process holds the job's lock."""
+        """Return the supervisor's address; None if no process holds the job's lock, or if the address cannot be
+        read."""
         if not self.is_led:
             return None
         try:
             return msgspec.json.decode(read_plain(self.supervisor_file), type=SupervisorFile)
         except READ_ERRORS:
-            return None  # the supervisor has just started, or is about to end
+            return None  # the supervisor has just started, or is about to exit
 
     def progress(self, began_at: float) -> ProgressFile | None:
-        """Return the progress of the job in this folder that began then; None if no supervisor has written it."""
+        """Return the progress of the job that began at `began_at`; None if no supervisor of that job has written it."""
         try:
             file = msgspec.json.decode(read_plain(self.progress_file, MAX_PROGRESS_BYTES), type=ProgressFile)
         except READ_ERRORS:
@@ -193,22 +198,23 @@ class Job:
         return file if file.began_at == began_at else None
 
     def records(self) -> list[journal.Record]:
-        """Return the records of the journal (`best_journal`); old iterations are packed."""
+        """Return the records of the best journal file (`best_journal`); old iterations are packed."""
         return self.best_journal()[1]
 
     def best_journal(self) -> tuple[Path | None, list[journal.Record]]:
-        """Return the journal file with the most of the job, and its records; the copy if the original is not on this
-        machine.
+        """Return the path and records of the journal file with the most complete history: the original or the copy. The
+        path is None if there is no file.
 
-        Raises ProtocolError, OSError for a file that cannot be read if there is no other.
+        Raises ProtocolError or OSError if a file cannot be read and there is no other.
         """
         return best_of(self.journals, self.read().uuid)
 
 
 class OurJob(Job):
-    """A job's folder that only we, or root, can have written, up to the home: the paths in its files are trusted.
+    """A job's folder that, with all folders up to the home, only we or root can have written: the paths in its files
+    are trusted.
 
-    Made by `ours`, and by functions that have just created the folder or checked it (`Job.read_own`).
+    Created by `ours`, and by functions that have just created the folder or checked it (`Job.read_own`).
     """
 
     @property
@@ -217,14 +223,14 @@ class OurJob(Job):
 
     @property
     def journals(self) -> tuple[Path, ...]:
-        """Paths where its journal may be: the original, if that is on this machine, and the copy."""
+        """Paths where the journal may be: the original, if it is on this machine, and the copy."""
         return self.journal_file, self.journal_copy
 
     def may_name(self, path: Path) -> bool:
-        """Return whether job.json may name that path: one in its home, or any path if the user's registry knows the
-        job.
+        """Return whether job.json may name this path: any path in the job's home, and any other path if the user's
+        registry has the job.
 
-        A user who has unpacked an archive or cloned a repository owns its files, but has not written them.
+        A user who has unpacked an archive or cloned a repository owns the files in it, but has not written them.
         """
         file = self.read()
         if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(self.home)):
@@ -233,26 +239,26 @@ class OurJob(Job):
 
     @property
     def known(self) -> registry.KnownJob | None:
-        """The entry of this job in the user's registry, even if the job's folder was moved since."""
+        """The job's entry in the user's registry, even if the job's folder was moved since; None without one."""
         file = self.read()
         return registry.known(file.name, self._folders(), file.created_at)
 
     def _folders(self) -> tuple[str, ...]:
-        """Return the job's present folder, and the one that it was created in."""
+        """Return the job's present folder, and the folder in which it was created."""
         return tuple(dict.fromkeys((str(self.folder), str(self._made_in()))))
 
     def _made_in(self) -> Path:
-        """Return the folder that the job was created in, from run.json; the present one if it is not recorded."""
+        """Return the folder in which the job was created, from run.json; the present folder if that is not recorded."""
         with suppress(*READ_ERRORS):
             return Path(msgspec.json.decode(read_plain(self.run_file), type=OriginalFolder).folder)
         return self.folder
 
     @property
     def ledger_url(self) -> str | None:
-        """The URL of its ledger, None if none is recorded. Raises JobNotFoundError, LedgerError.
+        """The URL of the job's ledger; None if none is recorded. Raises JobNotFoundError, LedgerError.
 
-        Connection parameters that `check_stored` refuses are accepted if the registry has the same URL: then this user
-        gave them when the job began.
+        Connection parameters that `check_stored` refuses are accepted if the registry has the same URL, because then
+        this user gave them when the job began.
         """
         from db.engine import check_stored, file_of, masked, resolve
 
@@ -273,19 +279,19 @@ class OurJob(Job):
         return parsed.render_as_string(hide_password=False)
 
     def set_ledger(self, url: str) -> None:
-        """Record the URL of the job's ledger, for the commands that read it."""
+        """Record the URL of the job's ledger, for commands that read the ledger."""
         from db.engine import masked
 
         self._change(ledger=url)
         note_figures(self, is_started=True, ledger=masked(url))
 
     def set_uuid(self, uuid: str) -> None:
-        """Record the job's id, so that another job's journal is not taken for its own."""
+        """Record the job's id, so that a journal of another job is recognised as such."""
         if self.read().uuid != uuid:
             self._change(uuid=uuid)
 
     def move_journal(self, path: Path) -> None:
-        """Record that the journal is now on this machine."""
+        """Record that the journal is now on this machine, at `path`."""
         self._change(journal=str(path), host=socket.gethostname())
 
     def _change(self, **fields: str) -> None:
@@ -293,13 +299,16 @@ class OurJob(Job):
 
     @property
     def is_writable(self) -> bool:
-        """Whether its folder is ours alone and writable: not on a read-only file system."""
+        """Whether the folder belongs to us alone and can be written: it is not on a read-only file system."""
         return is_own(self.folder) and os.access(self.folder, os.W_OK)
 
 
 def check_ours(job: Job) -> JobFile:
-    """Return job.json of a job that is ours, or root's. Raises OwnershipError if anybody else could have written it, or
-    replaced it or the folders up to RESIHP_HOME; FileNotFoundError and others if it is missing or invalid."""
+    """Return the content of job.json of a job that is ours, or root's.
+
+    Raises OwnershipError if anybody else could have written or replaced job.json or a folder up to RESIHP_HOME;
+    FileNotFoundError or another of `READ_ERRORS` if job.json is missing or invalid.
+    """
     for folder in (job.home, job.folder.parent, job.folder):
         check_folder(folder)
     check_above(job.home)
@@ -307,7 +316,7 @@ def check_ours(job: Job) -> JobFile:
 
 
 def ours(job: Job) -> OurJob | None:
-    """Return the job as one that is ours, or root's; None if somebody else could have written in its folder."""
+    """Return the job as an `OurJob` if it is ours, or root's; None if others could have written in its folder."""
     if isinstance(job, OurJob):
         return job
     try:
@@ -327,19 +336,19 @@ def not_ours(job: Job, action: str) -> OwnershipError:
 
 
 def take_lock(job: OurJob) -> int | None:
-    """Take the lock that permits writing the job's journal; return a descriptor to keep open, None if another process
-    has it."""
+    """Take the lock that permits writing the job's journal. Return a descriptor to keep open; None if another process
+    has the lock."""
     return lock_file(job.folder / LOCK_NAME)
 
 
 def _is_gone(starter: str) -> bool:
-    """Return whether this process of this machine has ended; False if nothing is known of it."""
+    """Return whether the process with this identity, on this machine, has ended; False for an invalid identity."""
     pid = starter.partition("/")[0]
     return re.fullmatch(r"[0-9]{1,10}", pid) is not None and identity(int(pid)) != starter
 
 
 def _is_locked(job: Job) -> bool:
-    """Return whether the job has a supervisor: started from its own node, or as a successor on this machine."""
+    """Return whether the job has a supervisor: one that `resihp run` started, or a successor on this machine."""
     own = ours(job)
     try:
         if own is not None and own.is_writable:
@@ -349,9 +358,9 @@ def _is_locked(job: Job) -> bool:
     except OwnershipError:
         if own is not None:
             raise
-        return False  # another user's folder, with a link or a pipe in place of the lock
+        return False  # another user's folder, with a link or a pipe at the path of the lock
     except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return False  # another user's job: it never had a supervisor, or we may not look
+        return False  # another user's job that never had a supervisor, or that we may not read
     if descriptor is None:
         return True
     os.close(descriptor)
@@ -359,7 +368,7 @@ def _is_locked(job: Job) -> bool:
 
 
 def is_succeeded(path: Path) -> bool:
-    """Return whether an agent on this machine runs a successor, which then writes this journal."""
+    """Return whether an agent on this machine runs a successor, which then writes the journal at `path`."""
     lock = path.with_suffix(".lock")
     try:
         descriptor = lock_file(lock, look=True)

@@ -1,6 +1,6 @@
-"""Which journal file is a job's own, and has the most of it.
+"""Finds the journal file that belongs to a job and has the most complete history.
 
-Decides by the job's id and by whether the journal has the job's end. Writes nothing. Called by `job` and `dead_jobs`.
+Decides by the job's id, and by whether the file has the job's end. Writes nothing. Called by `job` and `dead_jobs`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 def best_of(paths: Iterable[Path], uuid: str) -> tuple[Path | None, list[journal.Record]]:
-    """Return the file with the most of the job with this uuid, and its records.
+    """Return the file with the most complete history of the job with this uuid, and its records; (None, []) without
+    one.
 
-    The copy is made when the job has ended, and is preferred to an original that is damaged, that lacks the job's end,
-    or that belongs to an earlier job of the same name. Raises ProtocolError, OSError for a file that cannot be read if
+    The copy is made when the job has ended. It is preferred to an original that is damaged, that lacks the job's end,
+    or that belongs to an earlier job of the same name. Raises ProtocolError or OSError if a file cannot be read and
     there is no other.
     """
     from resihp.record import journal_file  # importing it takes as long as listing all jobs
@@ -46,8 +47,8 @@ def best_of(paths: Iterable[Path], uuid: str) -> tuple[Path | None, list[journal
 
 
 def is_journal_of(uuid: str, records: Sequence[journal.Record]) -> bool:
-    """Return whether a journal belongs to the job with this uuid, and not to an earlier one in a folder of the same
-    name. True if one of the two is unknown."""
+    """Return whether a journal belongs to the job with this uuid, and not to an earlier job in a folder of the same
+    name. True if the uuid is unknown or the journal is empty."""
     from resihp.record.job_uuid import job_uuid
 
     if not uuid or not records:

@@ -1,7 +1,7 @@
-"""A job's entry in the user's registry: made when it begins, changed as it goes on, and when it has ended.
+"""A job's entry in the user's registry: written when the job begins, and updated while it runs and when it has ended.
 
-Decides what the entry says of a job. Nothing depends on it, and a registry that cannot be written stops nothing. Called
-by `job`, by `dead_jobs`, by `wrapper.job_folder`, and by the supervisor at the job's end.
+Decides the content of the entry. Nothing depends on the entry, and a registry that cannot be written stops nothing.
+Called by `job`, by `dead_jobs`, by `wrapper.job_folder`, and by the supervisor at the job's end.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ if TYPE_CHECKING:
 NEVER_BEGAN = "never began"
 """State of a job that ended before it had a supervisor."""
 SLURM_NAME = re.compile(r"(\d+(?:_\d+)?)(-r\d+)?(-\d+)?")
-"""Name of a run in Slurm: the Slurm job, its restart, and its number within the allocation."""
+"""Name of a run in Slurm: the number of the Slurm job, of its restart (`-r1`), and of the run within the allocation
+(`-2`)."""
 
 
 def slurm_job_of(name: str) -> str | None:
-    """Return the Slurm job of a run of this name; None for a run without Slurm."""
+    """Return the number of the Slurm job from a run's name; None for a run without Slurm."""
     match = SLURM_NAME.fullmatch(name)
     return match[1] if match else None
 
 
 def entry_of(job: Job, file: JobFile) -> registry.KnownJob:
-    """Return the registry's entry for a job that begins."""
+    """Return the registry's entry for a job that is just beginning."""
     slurm_job = slurm_job_of(job.name) or ""
     return registry.KnownJob(
         name=job.name,
@@ -51,16 +52,17 @@ def entry_of(job: Job, file: JobFile) -> registry.KnownJob:
 def user_name() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # in a container, we may have no name
+    except (KeyError, OSError):  # in a container, the user may have no name
         return str(os.geteuid())
 
 
 def note_figures(job: OurJob, *, is_started: bool = False, **figures: Any) -> registry.KnownJob | None:
-    """Add figures to the job's entry in the registry, and return it; nothing for a job of root's. A registry that
-    cannot be written was already reported when the job began.
+    """Add figures to the job's entry in the registry, and return the entry.
 
-    `is_started`: called by the job's own supervisor, so the entry is proof that this user started the job. Other
-    commands may look at a job that came out of an archive: their entries say so (`KnownJob.only_seen`).
+    None, and no change, if we may not write the job's folder. A registry that cannot be written is not reported here,
+    as that was done when the job began. `is_started`: the job's own supervisor calls, so that the entry proves that
+    this user started the job. Other commands may look at a job that came out of an archive: an entry that they create
+    is marked as such (`KnownJob.only_seen`).
     """
     if not job.is_writable:
         return None
@@ -79,8 +81,8 @@ def note_figures(job: OurJob, *, is_started: bool = False, **figures: Any) -> re
 
 
 def note_end(job: OurJob, exit_code: int | None = None) -> registry.KnownJob | None:
-    """Record in the registry how a job ended and how far it came, from its journal; for a job without a journal, its
-    exit code, or that it never began. Nothing depends on it, and nothing is raised."""
+    """Record in the registry how a job ended and how far it came, from its journal. A job without a journal gets its
+    exit code, or the state that it never began. Nothing depends on it, and nothing is raised."""
     from resihp.record import fold, journal
     from resihp.record.state import JobRecord
 

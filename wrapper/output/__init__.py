@@ -1,5 +1,6 @@
-"""Output of commands, and the choice of the ledger that they read: grids, colours, JSON, CSV, Parquet; times of users.
+"""Output of commands, and the choice of the ledger that they read: tables, layout grids, colours, JSON, CSV, Parquet;
+times that users type.
 
 Text from a ledger or a job is escaped before it reaches a terminal. Called by `wrapper.commands`; the live view
-(`wrapper.sinks.terminal`) shares `render`.
+(`wrapper.sinks.terminal`) uses `render`, too.
 """

@@ -1,4 +1,4 @@
-"""Output of commands: JSON, CSV, Parquet, messages; and the points in time that their options name.
+"""Output of commands: JSON, CSV, Parquet, messages. Also parses the times in options such as --since.
 
 Data goes to stdout, messages to stderr. Used by the commands that read ledgers.
 """
@@ -47,12 +47,12 @@ def to_json(value: Any) -> str:
 
 
 VALID_YEARS = range(1900, 2900)
-"""Years of a valid point in time."""
+"""Years that are accepted in a time."""
 
 
 def moment(text: str | None, now: datetime | None = None) -> datetime | None:
-    """Return the time that a text such as `2026-01-31`, `2026-01-31T12:00`, or an age (`90s`, `30m`, `2h`, `1d`) names.
-    Raises UsageError."""
+    """Return the time for a text such as `2026-01-31` or `2026-01-31T12:00`, or for an age (`90s`, `30m`, `2h`, `1d`)
+    before `now`; None for None. Raises UsageError."""
     if text is None:
         return None
     seconds = {"s": 1, "m": 60, "h": 3600, "d": 86400}.get(text[-1:])
@@ -62,7 +62,7 @@ def moment(text: str | None, now: datetime | None = None) -> datetime | None:
         else:
             local = datetime.fromisoformat(text)
             time = (local.replace(tzinfo=UTC) if local.tzinfo is None else local).astimezone(UTC)
-        if time.year not in VALID_YEARS:  # so that callers can add and subtract days and weeks
+        if time.year not in VALID_YEARS:  # callers add and subtract days and weeks
             raise ValueError
         return time
     except (ValueError, OverflowError):
@@ -70,15 +70,15 @@ def moment(text: str | None, now: datetime | None = None) -> datetime | None:
 
 
 def for_stdout(text: str) -> str:
-    """Return `text` as it is printed to stdout. On a terminal, control characters of a log, a ledger or a file's name
-    are escaped; a pipe or a file gets them unchanged, since its reader wants the data."""
+    """Return `text` as it is printed to stdout. On a terminal, control characters from a log, a ledger or a file name
+    are escaped; a pipe or a file gets the text unchanged, because the reader wants the data."""
     from wrapper.output.render import literal
 
     return literal(text) if sys.stdout.isatty() else text
 
 
 def write_csv(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
-    """Print rows as CSV; a terminal shows control characters in their cells escaped (`for_stdout`)."""
+    """Print rows as CSV. On a terminal, control characters are escaped (`for_stdout`)."""
     import csv
     import json
 
@@ -91,7 +91,8 @@ def write_csv(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
 
 
 def write_parquet(table: pd.DataFrame, path: Path, subject: str) -> None:
-    """Write a table to a Parquet file. Raises UsageError if the file cannot be written."""
+    """Write a table to a Parquet file at `path`. Raises UsageError if the file cannot be written. `subject` names the
+    table in the message about success."""
     try:
         with replacing(path, named_by_user=True) as file:
             table.to_parquet(file, index=False)
@@ -101,15 +102,18 @@ def write_parquet(table: pd.DataFrame, path: Path, subject: str) -> None:
 
 
 def message(text: str) -> None:
-    """Print a line on stderr. Control characters are escaped and later lines indented, since the text may quote
-    anything: no job's name may steer the terminal, or look like a line of ours."""
+    """Print a message on stderr.
+
+    Control characters are escaped, and lines after the first are indented, because the text may quote anything: a job's
+    name must not control the terminal, or look like another message of resihp.
+    """
     from wrapper.output.render import literal
 
     print("resihp: " + literal(text).replace("\n", "\n  "), file=sys.stderr)
 
 
 def tell(screen: Console, text: str) -> None:
-    """Print a sentence: broken between words in a terminal, on one line elsewhere."""
+    """Print a sentence on `screen`: wrapped between words on a terminal, on one line elsewhere."""
     from wrapper.output.render import literal
 
     screen.print(literal(text), soft_wrap=not screen.is_terminal)
@@ -119,8 +123,8 @@ PIPE_COLUMNS = 10_000
 
 
 def console() -> Console:
-    """Return a console on stdout, as wide as the terminal. A pipe or a file gets unlimited width, unless COLUMNS is set
-    for it (as `watch` does)."""
+    """Return a console on stdout that is as wide as the terminal. A pipe or a file gets unlimited width, unless COLUMNS
+    is set (as `watch` does)."""
     import os
 
     from rich.console import Console

@@ -1,7 +1,7 @@
-"""Describes in words why a plan takes as long as it does: the same for `resihp plan`, `history plans`, `why` and the
-report.
+"""Describes in words why an iteration of a plan takes as long as it does, for `resihp plan`, `history plans`, `why` and
+the report.
 
-The facts are those of `resihp.scheduler.explained.explanation`. Pure.
+The facts come from `resihp.scheduler.explained.explanation`. Pure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from resihp.scheduler.explained.idle import Idle
 
 MIN_SHARE = 0.005
-"""Smallest share that is mentioned."""
+"""Shares below this are not mentioned."""
 MAX_RANKS = 16
 ROLE_WORDS: Mapping[str, str] = {
     "stage": "as a further stage",
@@ -37,7 +37,7 @@ IDLE_REASONS: Mapping[str, str] = {
 
 
 def sentences(explanation: Explanation) -> list[tuple[str, str]]:
-    """Return (subject, sentence) pairs."""
+    """Return the explanation as (subject, sentence) pairs."""
     return [
         ("limits", limits(explanation.limiting, explanation.beside)),
         *(("idle", line) for line in idle_lines(explanation.idle)),
@@ -58,7 +58,7 @@ def limits(stage: Limiting, beside: float) -> str:
 
 
 def idle_lines(idle_devices: Sequence[Idle]) -> Iterator[str]:
-    """Yield one line for all devices that stand by for the same reason."""
+    """Yield a line for each reason why devices are on standby, with all devices that it applies to."""
     same: dict[str, list[int]] = {}
     for device in idle_devices:
         same.setdefault(_why(device), []).extend(device.ranks)
@@ -74,7 +74,7 @@ def bound(explanation: Explanation) -> str:
 
 
 def all_well(healthy: Healthy, unit: str) -> str:
-    """Describe the job's own layout when nothing has failed, compared with layers spread by their cost."""
+    """Compare the layout of a healthy job with one in which layers are spread by their cost."""
     if healthy.excess < MIN_SHARE:
         text = "the layers are well spread"
     else:
@@ -88,7 +88,7 @@ def all_well(healthy: Healthy, unit: str) -> str:
 
 
 def time(value: float, unit: str) -> str:
-    """Format the time of an iteration, in seconds or in layer times."""
+    """Format the time of an iteration, in seconds or in layer times, as `unit` says."""
     return duration(value) if unit == "s" else f"{value:.4g} layer times"
 
 

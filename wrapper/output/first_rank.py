@@ -1,10 +1,10 @@
-"""Passes on the output of rank 0, line by line, until the job declares a model: so it appears on the console as with
-torchrun.
+"""Passes on the output of rank 0, line by line, until the job declares a model, so that it appears on the console as
+with torchrun.
 
-A script that trains with resihp has its iterations shown instead; its output stays in the logs, as for all ranks. This
-module follows the log in the job's folder in a thread of its own, so that a folder that hangs blocks nothing else. It
-listens to the job like the other listeners (`wrapper.sinks.fanout`); `wrapper.sinks.terminal` gets the lines and
-decides whether to show them.
+For a script that trains with resihp, the console shows iterations instead, and the output of rank 0 is only in the
+logs, as for all ranks. This module follows the log in the job's folder in a separate thread, so that a folder that
+hangs blocks nothing else. It is a listener of the job (`wrapper.sinks.fanout`). `wrapper.sinks.terminal` gets the lines
+and decides whether to show them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from wrapper.output.tail import GrowingFiles
 
 LOOK_EVERY_S = 0.2
 MAX_LINES = 10_000
-"""Most lines that are passed on at one look, the last ones: a console is not the place for more."""
+"""Most lines that are passed on at one time, the last ones, so that a flood of output does not fill the console."""
 
 
 class FirstRank:
-    """Follows the log. `show` gets lines, and the number of dropped lines before them, from our thread. `past`: records
-    of the leaders before us, which have already shown the earlier output."""
+    """Follows the log of rank 0. `show` is called from a separate thread with lines, and the number of lines dropped
+    before them. `past`: records written under earlier leaders, which have already shown the earlier output."""
 
     def __init__(self, logs: Path, show: Callable[[Sequence[str], int], None], past: Sequence[Record] = ()) -> None:
         self._logs = logs
@@ -35,7 +35,7 @@ class FirstRank:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self.follows = False
-        """Whether the log is being followed: later output is passed on."""
+        """Whether the log is being followed, so that later output is passed on."""
         self._trains = any(isinstance(record.entry, ModelDeclared) for record in past)
         for record in past:
             if isinstance(record.entry, WorkerStarted):
@@ -52,7 +52,7 @@ class FirstRank:
                 pass
 
     def close(self, deadline: float) -> None:
-        """Pass on the last lines, including an unfinished one."""
+        """Pass on the last lines, including an unfinished one, and wait for that until `deadline`."""
         self._over.set()
         if self._thread is not None:
             self._thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,8 +1,8 @@
-"""Names the GPUs of a job that have no work, with their nodes and reasons, in one line. The only place that does. Pure.
+"""Names the GPUs of a job that have no work, with their nodes and the reasons, in one line. Pure.
 
-Called by the live view, `resihp status`, `history cost` and `report`, with the history of the job. The cost of idle
-GPUs is computed elsewhere: by `db.reading.costs.cost_accounts`, as `idle` and `capacity`. Counted are the GPUs that the
-job was given, spares included, and those of lost nodes that were not replaced.
+Called by the live view, `resihp status`, `history cost` and `report`, with the job's history; no other module names
+idle GPUs. Their cost is computed by `db.reading.costs.cost_accounts`, as `idle` and `capacity`. Counted are the GPUs
+that the job was given, including spares, and those of lost nodes that were not replaced.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from resihp.words import natural
 from wrapper.output.job_history import Device, JobHistory, PastFailure
 
 MAX_GROUPS = 6
-"""Most groups of GPUs that are named one by one."""
+"""Most groups of GPUs that are described; further groups are only counted."""
 NO_STAGE, SPARE, MIRROR = "no stage for it", "spare", "holds a copy of the state"
 FROM_START = 0
-"""First iteration without work, of a GPU that has been idle since the start."""
+"""Value of `IdleGpu.since` for a GPU that has been idle since the start."""
 
 
 class IdleGpu(NamedTuple):
-    """A GPU without work. `rank`: None if it never had one. `since`: the first iteration without work, `FROM_START`, or
-    None if that is too long ago to know."""
+    """A GPU without work. `why`: the reason. `since`: first iteration without work; `FROM_START`; or None if that is
+    too long ago to know. `rank`: last rank on the GPU; None if it never had one."""
 
     node: str
     why: str
@@ -33,14 +33,14 @@ class IdleGpu(NamedTuple):
 
 
 class IdleGpus:
-    """The idle GPUs of a job under its plan in effect, from its history as it is now."""
+    """The idle GPUs of a job under its plan in effect. Built from the history as it is now."""
 
     def __init__(self, history: JobHistory) -> None:
         self._history = history
         self._nodes = list(_counted(history))
         self._failed: set[int] = set()
         self._slow: dict[Device, float] = {}
-        """Remaining speed of slow devices, while the verdict holds."""
+        """Remaining speed (1 is full speed) of each device that is slow now."""
         for failure in history.failures.values():
             if failure.kind == "fail-stop":
                 self._failed.update(failure.ranks)
@@ -48,7 +48,7 @@ class IdleGpus:
                 self._add_slow(failure)
 
     def idle(self) -> list[IdleGpu]:
-        """Return every GPU without work, by node and rank; none before there is a plan."""
+        """Return every GPU without work, ordered by node and device; an empty list before the first plan."""
         history = self._history
         if not history.plans:
             return []
@@ -70,7 +70,7 @@ class IdleGpus:
 
     def line(self) -> str:
         """Return a line such as `2 of 8 GPUs idle since the start: rank 3 on n1 (79 % of its peers in the start probe),
-        ...`; empty if all have work."""
+        ...`; empty if all GPUs have work."""
         gpus = self.idle()
         if not gpus:
             return ""
@@ -82,7 +82,7 @@ class IdleGpus:
         order = {node: place for place, node in enumerate(self._nodes)}
 
         def key(gpu: IdleGpu) -> tuple[bool, int, str, int, bool]:
-            """Order groups: GPUs that are idle because of other failures come last."""
+            """Order the groups: spare GPUs, and GPUs for which the layout has no stage, come last."""
             since = -1 if gpu.since is None else gpu.since
             return gpu.why in (NO_STAGE, SPARE), order[gpu.node], gpu.why, since, gpu.rank is None
 
@@ -119,7 +119,7 @@ class IdleGpus:
         return SPARE if history.gpus_requested and active >= history.gpus_requested else NO_STAGE
 
     def _slowness(self, place: Device) -> str:
-        """Describe how a device failed its probe, or how slow it is; empty if neither."""
+        """Describe how a device failed its probe, or else how slow it is; empty if neither."""
         if place in self._history.unfit:
             occasion, speed = self._history.unfit[place]
             probe = "the start probe" if occasion == "start" else "the probe as it joined"
@@ -129,7 +129,8 @@ class IdleGpus:
         return ""
 
     def _since(self, rank: int | None) -> int | None:
-        """Return the first iteration of the earliest plan since which the rank has had no work."""
+        """Return the first iteration of the earliest plan since which the rank has had no work; None if that plan is
+        forgotten."""
         plans = self._history.plans
         idle_since = len(plans)
         while idle_since and (rank is None or rank not in plans[idle_since - 1].ranks.active):
@@ -140,7 +141,7 @@ class IdleGpus:
 
 
 def _counted(history: JobHistory) -> Iterator[str]:
-    """Yield the nodes that are part of the job, by name, and those lost last that were not replaced."""
+    """Yield the nodes of the job by name, then the most recently lost nodes that were not replaced."""
     present = [name for name, node in history.nodes.items() if node.lost_at is None]
     yield from sorted(present, key=natural)
     missing = max(history.nodes_requested - len(present), 0)

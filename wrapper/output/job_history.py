@@ -1,9 +1,9 @@
-"""The history of a job in memory: its nodes, workers, plans, failures, suspicions and probes, for all who watch it.
+"""The history of a job in memory: its nodes, workers, plans, failures, suspicions and probes. Decides nothing.
 
-`follow` takes records of the journal, in order: the live view, hooks, traces, metrics and the progress file use it.
-`of_ledger` reads the same from a ledger's rows, for `status`, `report` and `history cost`: both ways give equal
-histories (tests/wrapper/output/test_job_history.py). `rank_health` and `idle_gpus` derive from it what is shown. Only
-the last `MAX_PLANS` plans are kept, and no iterations. Decides nothing; times are seconds since 1970.
+There are two ways to build it, with equal results (tests/wrapper/output/test_job_history.py). `follow` takes records of
+the journal, in order: used by the live view, hooks, traces, metrics and the progress file. `of_ledger` reads rows of a
+ledger: used by `status`, `report` and `history cost`. `rank_health` and `idle_gpus` derive the displayed states from
+it. Only the last `MAX_PLANS` plans are kept, and no iterations. Times are seconds since 1970.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 Device = tuple[str, int]
-"""(node, index)."""
+"""(node, device index on the node)."""
 MAX_PLANS = 64
-"""Number of last plans that are kept: they show since when a GPU has no work."""
+"""Number of last plans that are kept. They show since when a GPU has had no work."""
 
 
 class PastNode(NamedTuple):
-    """A node of the job. `joined_at`: its last time; None for a node that never came. `lost_at`: None while it is part
-    of the job."""
+    """A node of the job. `joined_at`: when it last joined; None if it never did. `lost_at`: when it was lost; None
+    while it is part of the job."""
 
     joined_at: float | None
     lost_at: float | None = None
 
 
 class PastWorker(NamedTuple):
-    """A process, by its rank. `exit`: its exit status or minus its signal; None if it runs or the status is unknown."""
+    """A worker process. `exit`: its exit status, or minus the number of the signal that ended it; None while it runs,
+    or if the status is unknown."""
 
     node: str
     device: int
@@ -52,7 +53,7 @@ class PastWorker(NamedTuple):
 
 
 class PastFailure(NamedTuple):
-    """A failure, by its number. `ended`: whether a slow part has recovered its speed."""
+    """A failure. `ended`: whether a slow device or link has recovered its speed."""
 
     kind: str
     component: str
@@ -65,7 +66,8 @@ class PastFailure(NamedTuple):
 
 
 class OpenSuspicion(NamedTuple):
-    """An open suspicion. `rank`: the suspect, if it is one rank."""
+    """A suspicion that is neither confirmed nor cleared. `rank`: the suspected rank; None if it is not about one
+    rank."""
 
     component: str
     ranks: tuple[int, ...]
@@ -76,11 +78,13 @@ class OpenSuspicion(NamedTuple):
 
 
 RANK_COMPONENTS = ("device", "process")
-"""Components of suspicions that are about the first of their ranks; all others are about several ranks or a node."""
+"""Components of suspicions that are about one rank, the first of `ranks`. All other components are about several ranks
+or a node."""
 
 
 class RanksByRole(NamedTuple):
-    """The ranks of a plan. `active`: those that compute."""
+    """The ranks of a plan by role. `active`: ranks that compute; `mirroring`: ranks that only hold a copy of the
+    state."""
 
     active: frozenset[int]
     standby: frozenset[int]
@@ -89,15 +93,18 @@ class RanksByRole(NamedTuple):
 
 @dataclass
 class PastPlan:
-    """A plan. `begins`: the first iteration under it. `plan` has it if it came from a journal; `layout_json` (LAYOUT of
-    interface.md) if it came from a ledger, where it is only decoded on demand: of 16,384 ranks it takes 50 ms."""
+    """A plan that was decided. `begins`: its first iteration.
+
+    `plan` is set if the plan was read from a journal, `layout_json` (LAYOUT in interface.md) if it was read from a
+    ledger. `layout_json` is decoded only when needed: for 16,384 ranks this takes 50 ms.
+    """
 
     epoch: int
     begins: int
     plan: Plan | None = None
     layout_json: str = ""
     description: str = ""
-    """As `Layout.describe`; only of a plan from a ledger."""
+    """Text as from `Layout.describe`; empty for a plan from a journal."""
 
     @cached_property
     def ranks(self) -> RanksByRole:
@@ -118,7 +125,7 @@ class PastPlan:
 
 @dataclass
 class JobHistory:
-    """The history of a job up to its last record. Several watchers in one thread may share one."""
+    """The history of a job up to its last record. Several listeners in one thread may share one history."""
 
     seq: int = 0
     """Number of the last record that was followed; 0 for a history from a ledger."""
@@ -131,15 +138,17 @@ class JobHistory:
     workers: dict[int, PastWorker] = field(default_factory=dict)
     failures: dict[int, PastFailure] = field(default_factory=dict)
     suspicions: dict[int, OpenSuspicion] = field(default_factory=dict)
-    """Open suspicions, by number."""
+    """Open suspicions by number. A suspicion is removed when it is cleared or confirmed by a failure."""
     unfit: dict[Device, tuple[str, float | None]] = field(default_factory=dict)
-    """Devices that failed their probe: the occasion, and the speed relative to their peers."""
+    """Devices that failed their probe: the occasion of the probe (`start` or `join`), and the speed relative to their
+    peers, None if it was not measured."""
     plans: list[PastPlan] = field(default_factory=list)
-    """The last plans that took effect, at most `MAX_PLANS`, in order."""
+    """The last plans that took effect, at most `MAX_PLANS`, oldest first."""
     has_first_plan: bool = True
-    """Whether the first of these plans is the job's first."""
+    """Whether the first of `plans` is the job's first plan."""
     proposed: PastPlan | None = None
-    """The plan that was decided and has not taken effect, unless it was refused or withdrawn."""
+    """The plan that was decided and has not yet taken effect; None if there is none, or if it was refused or
+    withdrawn."""
 
     @classmethod
     def of_records(cls, records: Iterable[journal.Record]) -> JobHistory:
@@ -150,8 +159,8 @@ class JobHistory:
 
     @classmethod
     def of_ledger(cls, reader: Reader, job: Row, rows: WatchedRows | None = None) -> JobHistory:
-        """Read the history of a job from its ledger. `job`: its row; `rows`: as from `db.reading.watched.read`, if the
-        caller has them."""
+        """Return the history of a job from its ledger. `job`: the job's row; `rows`: the result of
+        `db.reading.watched.read`, if the caller has it already."""
         from db.reading import watched
 
         rows = rows or watched.read(reader, job)
@@ -189,17 +198,18 @@ class JobHistory:
 
     @property
     def shown_plan(self) -> PastPlan | None:
-        """Return the plan that is shown: the one in effect; before the first, the one proposed."""
+        """The plan to show: the one in effect, or the proposed plan before the first one is in effect; None before any
+        plan."""
         return self.plans[-1] if self.plans else self.proposed
 
     def plan(self, epoch: int) -> PastPlan | None:
-        """Return one of the last plans, or the proposed one; None if it is too old, or unknown."""
+        """Return the plan of this epoch; None if it is unknown, or older than the last `MAX_PLANS` plans."""
         if self.proposed is not None and self.proposed.epoch == epoch:
             return self.proposed
         return next((plan for plan in reversed(self.plans) if plan.epoch == epoch), None)
 
     def follow(self, record: journal.Record) -> None:
-        """Update the history with one record of the journal; one that it has followed already changes nothing."""
+        """Update the history with one record of the journal. A record that was already followed changes nothing."""
         if record.seq <= self.seq:
             return
         self.seq = record.seq
@@ -240,7 +250,7 @@ class JobHistory:
                     self.workers[entry.rank] = self.workers[entry.rank]._replace(ended=True, exit=entry.exit)
 
     def _doubt(self, entry: journal.AnyEntry, at: float) -> None:
-        """Update probes, suspicions and failures."""
+        """Update the history with one entry about probes, suspicions or failures."""
         match entry:
             case journal.ProbesTaken():
                 for probe in entry.devices:
@@ -257,10 +267,10 @@ class JobHistory:
                     self.failures[entry.failure] = self.failures[entry.failure]._replace(ended=True)
 
     def recovery(self, entry: journal.Reconfigured, at: float) -> RecoveryTimes | None:
-        """Return the recovery times of the failures that a change of plan mended, taken together; `at`: time of its
-        record.
+        """Return the recovery times for a change of plan: of all failures that it mended, taken together. `at`: the
+        time of its record.
 
-        None if nothing had failed.
+        None if the change of plan mended no failure.
         """
         moments = [self.failures[failure].moments for failure in entry.failures if failure in self.failures]
         return recovery(first_of(moments), at) if moments else None
@@ -306,7 +316,7 @@ def _seconds(time: datetime | None) -> float | None:
 
 
 def _decoded(job: Row) -> object:
-    """Return the job's configuration, empty if it cannot be read."""
+    """Return the job's configuration; empty if it cannot be decoded."""
     try:
         return json.loads(job.get("configuration") or "{}")
     except ValueError:

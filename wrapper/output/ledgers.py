@@ -1,8 +1,10 @@
-"""Finds the ledgers that a command reads: one job's, the one of `--ledger`, or those of all jobs of this home.
+"""Finds the ledgers that a command reads: one job's ledger, the ledger of `--ledger`, or the ledgers of all jobs of
+this home.
 
-If a job of ours lost its supervisor, its end is recorded first (`wrapper.job_files.dead_jobs`), and if a job of ours is
-over and its ledger lags behind the journal, the ledger is brought up to date. Of another user's job only the ledger
-file in its folder is read, unchanged, whatever its job.json says. Used by the commands that read ledgers.
+Jobs of this user are brought up to date first. If a job lost its supervisor, its end is recorded
+(`wrapper.job_files.dead_jobs`). If a job is over and its ledger lags behind the journal, the missing records are added.
+For another user's job, only the ledger file in its folder is read, unchanged, whatever its job.json says. Used by the
+commands that read ledgers.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ Row = dict[str, Any]
 def opened(job: str | None, ledger: str | None) -> Iterator[tuple[Reader, dict[str, Any]]]:
     """Open the ledger to read, and find the job's row in it.
 
-    Without `ledger`, or with `sqlite`, the job is looked up in this home, then in the user's others, and its own ledger
-    is read.
+    Without `ledger`, or with `sqlite`, the job is searched first in this home, then in the user's other homes, and its
+    own ledger is opened.
     """
     from db.reading.queries import Reader
 
@@ -69,23 +71,23 @@ def opened(job: str | None, ledger: str | None) -> Iterator[tuple[Reader, dict[s
 
 
 def pinned(job: str | None, ledger: str | None) -> str | None:
-    """Return a name that means the same job in all later queries, whatever other jobs begin meanwhile: its folder; or
-    its name, if a ledger was named."""
+    """Return a name that identifies the same job in all later queries, even if other jobs begin meanwhile: the job's
+    folder or, if a ledger was named, the job's name."""
     from wrapper.job_folder import find_job
 
     return job if ledger is not None and ledger != "sqlite" else str(find_job(job).folder)
 
 
 def folder_of(pinned: str | None, ledger: str | None) -> str | None:
-    """Return the folder of a job that is `pinned`; None where a ledger was named, which may be of other machines."""
+    """Return the folder of a job name from `pinned`; None if a ledger was named, as its jobs may have run on other
+    machines."""
     return pinned if ledger is None or ledger == "sqlite" else None
 
 
 def row_of(reader: Reader, job: Job) -> Row:
-    """Return the row of the job in that folder, and of no other: names repeat between folders and hosts that share a
-    ledger.
+    """Return the ledger's row of the job in this folder. Names repeat between folders and hosts that share a ledger.
 
-    The row is found by the id in the first record of the journal; if the journal is on another machine, by host and
+    The row is found by the id in the first record of the journal or, if the journal is on another machine, by host and
     start time. Raises JobNotFoundError.
     """
     from wrapper.job_folder import id_of, ours
@@ -100,7 +102,7 @@ def row_of(reader: Reader, job: Job) -> Row:
 
 @contextmanager
 def both(first: str, second: str, ledger: str | None) -> Iterator[tuple[tuple[Reader, Row], tuple[Reader, Row]]]:
-    """Open two jobs, each with its ledger."""
+    """Open two jobs, each with its own ledger, and yield (reader, row) for each."""
     with opened(first, ledger) as first_job, opened(second, ledger) as second_job:
         yield first_job, second_job
 
@@ -112,8 +114,8 @@ def _own_url(job: Job) -> str:
 
 
 def url_of(job: Job) -> str:
-    """Return the URL of a job's ledger: of ours, the one in its job.json; of another user's, always the file in its
-    folder."""
+    """Return the URL of a job's ledger. For a job of ours, it is in job.json; for another user's job, it is always the
+    file in the job's folder."""
     from wrapper.job_folder import ours
 
     own = ours(job)
@@ -121,14 +123,14 @@ def url_of(job: Job) -> str:
 
 
 def our_url(job: OurJob) -> str:
-    """Return the URL of the ledger of a job of ours, which may be read and written."""
+    """Return the URL of the ledger of a job of ours, to read and to write."""
     return job.ledger_url or _own_url(job)
 
 
 def urls_of(jobs: Iterable[Job], *, quiet: bool = False) -> tuple[list[str], int]:
-    """Return the URLs of these jobs' ledgers, each once, and the number of jobs whose URL is unknown.
+    """Return the distinct URLs of these jobs' ledgers, and the number of jobs whose URL is unknown.
 
-    These are left out, each with a warning on stderr unless `quiet`.
+    A job with an unknown URL is left out, with a warning on stderr unless `quiet`.
     """
     from wrapper.output.answers import message
 
@@ -152,9 +154,9 @@ def exists(url: str) -> bool:
 
 
 def _bring_up_to_date(job: OurJob, url: str) -> None:
-    """Add the records that the journal of a finished job has and its ledger lacks.
+    """Add to the ledger of a finished job the records that only its journal has.
 
-    The ledger of a newer resihp may be read-only for this version: then it is read unchanged, with a warning.
+    If a newer resihp wrote the ledger, this version may be unable to write it: then it stays unchanged, with a warning.
     """
     from db.reading.queries import Reader
 
@@ -187,11 +189,11 @@ def _bring_up_to_date(job: OurJob, url: str) -> None:
 
 
 def from_all(ledger: str | None, ask: Callable[[Reader], Answer], *, quiet: bool = False) -> list[Answer]:
-    """Return the answers of `ask` from the named ledger, or from every ledger of a job of this home.
+    """Call `ask` with the named ledger, or else with each ledger of this home's jobs, and return the answers.
 
     A ledger of the home that cannot be read is left out, with a warning on stderr unless `quiet`. Raises
-    JobNotFoundError if the home has no job, LedgerError if the named ledger, or every ledger of the home, cannot be
-    read: missing data must not look like a quiet past.
+    JobNotFoundError if the home has no job. Raises LedgerError if the named ledger, or every ledger of the home, cannot
+    be read, as missing data must not look like a past without failures.
     """
     from db.reading.queries import Reader
     from wrapper.output.answers import message
@@ -230,13 +232,14 @@ def from_all(ledger: str | None, ask: Callable[[Reader], Answer], *, quiet: bool
 
 
 class _Servers:
-    """Ledgers on servers, each tried once: a server that is down must not be waited for again for each of its jobs."""
+    """Ledgers on servers, each tried only once, so that a server that is down does not cause one timeout for each of
+    its jobs."""
 
     def __init__(self) -> None:
         self._tried: dict[str, LedgerError | None] = {}
 
     def check(self, url: str) -> None:
-        """Raise LedgerError for a ledger on a server that cannot be opened."""
+        """Raise LedgerError if the URL is a ledger on a server, and it cannot be opened."""
         from db.engine import file_of, resolve
         from db.reading.queries import Reader
 
@@ -252,15 +255,17 @@ class _Servers:
 
 
 class _RunName(msgspec.Struct):
-    """The part of a job's run file that all its attempts share."""
+    """The field of a job's run file that is the same for all attempts of one training."""
 
     run: str = ""
 
 
 def attempts_here(ledger: str | None, run: str | None = None) -> list[dict[str, Any]]:
-    """Return the attempts of runs that several jobs of this home share, or of this `run`, as `Reader.attempts` does,
-    from their ledgers. Empty if a `ledger` was named, which has all its attempts. A ledger that cannot be read is left
-    out."""
+    """Return the attempts of each training that several jobs of this home have attempted, or of the training `run`
+    only, as `Reader.attempts` does.
+
+    Empty if a `ledger` was named, as it has all attempts itself. A ledger that cannot be read is left out.
+    """
     from db.reading.queries import Reader
     from wrapper.job_folder import all_jobs
 
@@ -285,7 +290,8 @@ def attempts_here(ledger: str | None, run: str | None = None) -> list[dict[str, 
 
 
 def _caught_up(job: Job, servers: _Servers, *, own: bool) -> str:
-    """Return the URL of a job's ledger, brought up to the journal unless it already has the job's end."""
+    """Return the URL of a job's ledger, after bringing the ledger up to date with the journal, if it lacks the job's
+    end."""
     from db.reading.queries import Reader
     from wrapper.job_files.dead_jobs import finish_dead_job
     from wrapper.job_folder import ours

@@ -1,8 +1,8 @@
-"""A job's progress, from its last iterations and its goal: how far it is, whether it advances, and when it will be
-done. Pure.
+"""Computes a job's progress from its last iterations and its goal: how far it is, whether it advances, and when it will
+be done. Pure.
 
-`progress` is shown by `status` and `jobs` for a running job. Decides nothing about it: a job that looks stuck is shown
-with a question mark; only the supervisor knows, and acts.
+`status` and `jobs` show it for a running job. It decides nothing: a job that looks stuck is only shown with a question
+mark, since only the supervisor can tell, and acts.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from wrapper.output.render import duration
 Row = dict[str, Any]
 
 RECENT_ITERATIONS = 20
-"""Number of last iterations that the pace is computed from."""
+"""Number of last iterations from which the pace is computed."""
 AVERAGED_PAUSES = 6
-"""Number of neighbouring pauses that are averaged: several iterations may be committed at once, without a pause."""
+"""Number of neighbouring pauses that are averaged, because several iterations may be committed at once, without a pause
+between them."""
 STUCK_FACTOR = 5
-"""A job looks stuck after this many times the longest of its last pauses, which include evaluations, checkpoints and
+"""A job looks stuck after this many times the longest of its last pauses. Pauses include evaluations, checkpoints and
 recoveries."""
 MIN_STUCK_S = 60.0
 
 
 class Goal(msgspec.Struct, frozen=True):
-    """A job's declared goal: the last iteration, None before it is declared, and the iteration that it continues
-    from."""
+    """A job's declared goal: its last iteration, None before it is declared, and the iteration from which it
+    resumes."""
 
     iterations: int | None = None
     resume_from: int = 0
 
 
 def goal(model: str | None) -> Goal:
-    """Return a job's goal from the ledger's `model`."""
+    """Return a job's goal from the column `model` of its row in the ledger."""
     try:
         return msgspec.json.decode(model or "{}", type=Goal)
     except (msgspec.DecodeError, UnicodeError):
@@ -46,12 +47,12 @@ def goal(model: str | None) -> Goal:
 
 
 def progress(goal: Goal, iterations: Sequence[Row], now: datetime, *, running: bool) -> Row:
-    """Return `iteration`, `loss`, `target`, `last_iteration_at` and `tokens_per_second` of a job with this goal, from
-    its last committed iterations, in order; while it runs, also `seconds_since_iteration`, `eta_seconds` and whether it
-    may be `stuck`. Before the first one, `iteration` is the one that the job continues from.
+    """Return the progress of a job: `iteration`, `loss`, `target`, `last_iteration_at` and `tokens_per_second`; for a
+    running job also `seconds_since_iteration`, `eta_seconds` and `stuck`.
 
-    The pace is that of the last iterations with the pauses between them, except for an unusual pause; both tokens per
-    second and remaining time follow from it.
+    `iterations`: the last committed iterations, oldest first. Before the first one, `iteration` is the one from which
+    the job resumes. Tokens per second and remaining time follow from the pace of the last iterations, pauses included,
+    except for an unusual pause.
     """
     last = iterations[-1] if iterations else None
     recent = iterations[-RECENT_ITERATIONS:]
@@ -79,13 +80,13 @@ def progress(goal: Goal, iterations: Sequence[Row], now: datetime, *, running: b
 
 
 def longest_s(recent: Sequence[Row]) -> float:
-    """Return the time without a commit, after these last iterations, from which a job looks stuck."""
+    """Return the seconds since the last commit after which a job with these last iterations looks stuck."""
     usual_s = max(_pauses(recent), default=(recent[-1]["seconds"] if recent else None) or 0.0)
     return max(MIN_STUCK_S, STUCK_FACTOR * usual_s)
 
 
 def _pace_s(pauses: Sequence[float]) -> float:
-    """Return the median of the means of neighbouring pauses."""
+    """Return the pace in seconds: the median of the means of neighbouring pauses."""
     width = min(AVERAGED_PAUSES, (len(pauses) + 1) // 2)
     return statistics.median(statistics.fmean(pauses[n : n + width]) for n in range(len(pauses) - width + 1))
 
@@ -95,11 +96,11 @@ def _pauses(recent: Sequence[Row]) -> list[float]:
 
 
 def ago(seconds: float) -> str:
-    """Return `3 s ago`, `4 min 05 s ago`."""
+    """Format the time since an event: `3 s ago`, `4 min 05 s ago`."""
     return f"{seconds:.0f} s ago" if seconds < 59.5 else f"{duration(seconds)} ago"
 
 
 def of_target(values: Mapping[str, Any]) -> str:
-    """Return `36 of 60`, or `36` without a target."""
+    """Format an iteration with the target: `36 of 60`, or `36` without a target."""
     last = values.get("target")
     return f"{values['iteration']} of {last}" if last else str(values["iteration"])

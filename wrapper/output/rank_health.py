@@ -1,7 +1,6 @@
-"""The health of each rank of a job: active, standby, starting, slow, suspected or dead. The only place that decides it.
-Pure.
+"""Decides the health of each rank of a job: active, standby, starting, slow, suspected or dead. Pure.
 
-Called by the live view, metrics and `status`, with the history of the job.
+Called by the live view, metrics and `status`, with the job's history; no other module decides it.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def rank_health(history: JobHistory, layout: Layout | None, stopped: Collection[int] = ()) -> dict[int, Health]:
-    """Return the health of each rank, that of a healthy one by its place in the layout; a rank that left before it had
-    a place is omitted.
+    """Return the health of each rank. A healthy rank's health follows from its role in `layout`; a rank that ended
+    before it had a role is omitted.
 
-    `stopped`: ranks whose processes are stopped at the moment, by their heartbeats. In a job that is over, only ranks
-    named by a failure are dead: all others were asked to exit, some by a signal, and none is suspected or slow.
+    `stopped`: ranks whose processes are stopped now, according to heartbeats. In a job that is over, only ranks named
+    by a failure are dead: all others were asked to exit, some by a signal. None of them is suspected or slow.
     """
     failed, slow = _failed_and_slow(history)
     suspected = {suspicion.rank for suspicion in history.suspicions.values()} | set(stopped)
@@ -44,7 +43,7 @@ def rank_health(history: JobHistory, layout: Layout | None, stopped: Collection[
 
 
 def _failed_and_slow(history: JobHistory) -> tuple[set[int], set[int]]:
-    """Return the ranks of failures that stop a rank, and those of devices and links that are slow now."""
+    """Return the ranks of failures that stop a rank, and the ranks of devices and links that are slow now."""
     failed: set[int] = set()
     slow: set[int] = set()
     for failure in history.failures.values():

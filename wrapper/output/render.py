@@ -1,4 +1,4 @@
-"""Building blocks of terminal output: the layout grid with health, durations, counts, escaped text.
+"""Parts of terminal output: the layout grid with each rank's health, durations, counts, escaped text.
 
 Used by `wrapper.sinks.terminal` and `wrapper.commands`. Decides nothing. Rich markup is never interpreted: names and
 reasons come from outside and are printed literally.
@@ -25,7 +25,7 @@ HEALTH_LETTERS: Mapping[Health, str] = {
     "suspected": "?",
     "dead": "x",
 }
-"""Letter that is put behind a rank, so that health is visible without colour."""
+"""Letter that follows a rank's number, so that its health is visible without colour."""
 HEALTH_STYLES: Mapping[Health, str] = {
     "active": "green",
     "standby": "yellow",
@@ -35,28 +35,30 @@ HEALTH_STYLES: Mapping[Health, str] = {
     "dead": "bold red",
 }
 MAX_SUSPECT_RANKS = 4
-"""Most ranks that are named in a suspicion."""
+"""Most ranks that the description of a suspicion names."""
 ZERO_S = 5e-8
-"""Largest rounding error of added and subtracted times, which is shown as zero."""
+"""Times up to this, in seconds, are shown as zero, as they may be rounding errors of added and subtracted times."""
 SHORT_DURATION_S = 0.00995
-"""Below this, a time is not shown in hundredths of a second."""
+"""Times below this, in seconds, are not shown in hundredths of a second."""
 MAX_GRID_ROWS = 16
-"""Most rows of a grid; with more replicas, healthy ones are left out."""
+"""Most rows of a grid. If there are more replicas, healthy ones are left out."""
 
 
 def literal(text: str) -> str:
-    """Return `text` with control characters escaped: a reason that quotes a log must not steer the terminal."""
+    """Return `text` with control characters escaped, because a reason that quotes a log must not control the
+    terminal."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def one_line(text: str) -> str:
-    """Return a name as `literal` does, on one line, so that no part of it can look like a line of ours."""
+    """Return a name escaped as in `literal` and on one line, so that no part of it can look like another message of
+    resihp."""
     return " ".join(literal(text).split())
 
 
 def duration(seconds: float | None) -> str:
-    """Return `0.62 s`, `12.3 s`, `4 min 05 s`, `2 h 03 min`, `3 d 04 h`; for short times `3.1 ms`, `250 µs`; `-` for
-    None, NaN and infinities."""
+    """Format a duration: `0.62 s`, `12.3 s`, `4 min 05 s`, `2 h 03 min`, `3 d 04 h`; short ones as `3.1 ms`, `250 µs`;
+    `-` for None, NaN and infinities."""
     if seconds is None or seconds != seconds or seconds in (float("inf"), float("-inf")):
         return "-"
     if seconds < 0:
@@ -78,12 +80,12 @@ def duration(seconds: float | None) -> str:
 
 
 def as_change(ratio: float | None) -> str:
-    """Return a ratio of times as a change: `+50.0 %`."""
+    """Format a ratio of times as a change, such as `+50.0 %` for 1.5."""
     return "-" if ratio is None else f"{100 * (ratio - 1):+.1f} %"
 
 
 def count(number: float) -> str:
-    """Return `812`, `18.2k`, `3.4M`, `1.2G`."""
+    """Format a number briefly: `812`, `18.2k`, `3.4M`, `1.2G`."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= 0.9995 * size:
             return f"{number / size:.1f}{letter}"
@@ -95,8 +97,8 @@ def percent(share: float | None) -> str:
 
 
 def suspects(row: dict[str, Any]) -> str:
-    """Return the subject of a suspicion's row: `rank 5`, `link 3-4`, `data 0, 1`, `node n1`; `everybody` if no rank
-    stands out."""
+    """Return the subject of a suspicion's row: `rank 5`, `link 3-4`, `data 0, 1`, `node n1`; `everybody` if the row
+    names no rank."""
     if row["component"] == "node":
         return f"node {row['node']}"
     numbers = ", ".join(map(str, row["ranks"][:MAX_SUSPECT_RANKS])) + (
@@ -110,7 +112,7 @@ def suspects(row: dict[str, Any]) -> str:
 
 
 def _runs(ranks: Iterable[int], health: Mapping[int, Health], default: Health) -> list[tuple[str, Health]]:
-    """Return words for ranks in order, neighbours of equal health as one range: `0-3`, `4x`."""
+    """Return the ranks in order as words, with neighbours of equal health as a range: `0-3`, `4x`."""
     words: list[tuple[str, Health]] = []
     key = lambda pair: (pair[1] - pair[0], health.get(pair[1], default))  # noqa: E731 - consecutive, equal health
     for (_, state), group in groupby(enumerate(ranks), key):
@@ -125,13 +127,14 @@ def _layers(stage: Stage) -> str:
 
 
 def legend(health: Iterable[Health]) -> str:
-    """Return `s standby, x dead`: the meaning of the letters in use."""
+    """Return the meaning of the letters in use, as `s standby, x dead`."""
     present = set(health)
     return ", ".join(f"{letter} {name}" for name, letter in HEALTH_LETTERS.items() if letter and name in present)
 
 
 def _usual(layout: Layout, depth: int) -> list[str | None]:
-    """Return the layers of each stage in most replicas; without a majority, the layers that all of them agree on."""
+    """Return the layers of each stage in most replicas. Without a majority, return those layers that all replicas agree
+    on."""
     shapes = [tuple(_layers(stage) for stage in replica.stages) for replica in layout.replicas]
     if not shapes:
         return []
@@ -143,7 +146,7 @@ def _usual(layout: Layout, depth: int) -> list[str | None]:
 
 
 def _odd(layout: Layout, health: Mapping[int, Health], usual: Sequence[str | None]) -> list[int]:
-    """Return replicas that are unusual: by shape, by layers, or with a rank that is not active."""
+    """Return the replicas that differ from most: in shape, in layers, or because one of their ranks is not active."""
     shapes = [tuple(stage.tp for stage in replica.stages) for replica in layout.replicas]
     common = Counter(shapes).most_common(1)[0][0] if shapes else ()
     return [
@@ -156,8 +159,8 @@ def _odd(layout: Layout, health: Mapping[int, Health], usual: Sequence[str | Non
 
 
 def _rows(count: int, odd: Sequence[int]) -> list[int | str]:
-    """Return the replicas that get a row (all, or of many the first and the unusual ones), and lines for those left
-    out."""
+    """Return the rows of the grid: a replica's number, or a text that stands for replicas left out. If there are too
+    many replicas, only the first and the unusual ones get rows."""
     if count <= MAX_GRID_ROWS:
         return list(range(count))
     odd_shown = odd[: MAX_GRID_ROWS - 2]
@@ -173,11 +176,12 @@ def _rows(count: int, odd: Sequence[int]) -> list[int | str]:
 
 
 def layout_grid(layout: Layout, health: Mapping[int, Health] | None = None, width: int = 80) -> Text:
-    """Return a row for each replica, a column for each stage, and in each cell the ranks of its tensor-parallel group.
+    """Return the layout as a grid: a row for each replica, a column for each stage, and in each cell the ranks of its
+    tensor-parallel group.
 
-    Layers are above the columns, and in cells of stages with other layers (`L0-3`). Below the grid are standby ranks,
-    and ranks that are known to `health` but not in the layout: started and not taken in yet, or dead. Stages that do
-    not fit into `width` columns continue below. Colours are only a second hint: letters show the health as well.
+    Layers are above the columns; a cell whose stage has other layers names them (`L0-3`). Below the grid are standby
+    ranks, and ranks in `health` that are not in the layout: dead, or started and not yet part of a plan. Stages that do
+    not fit into `width` columns continue below. Letters show the health as well as colours.
     """
     from rich.text import Text
 
@@ -195,11 +199,11 @@ def layout_grid(layout: Layout, health: Mapping[int, Health] | None = None, widt
 
 
 Cell = list[tuple[str, "Health"]]
-"""Words of a cell, each with the health that gives its colour."""
+"""Words of a cell, each with the health that determines its colour."""
 
 
 class _Grid:
-    """The cells of a layout, by replica and stage, and the widths of their columns."""
+    """The cells of a layout, by replica and stage, and the width of each column."""
 
     def __init__(self, layout: Layout, health: Mapping[int, Health]) -> None:
         depth = max((len(replica.stages) for replica in layout.replicas), default=0)
@@ -215,7 +219,7 @@ class _Grid:
         self.widths = [self._column_width(s) + 2 for s in range(depth)]
 
     def lines(self, columns: Sequence[int]) -> Iterator[Text]:
-        """Yield the lines of these stages: heads, their layers, and a line for each replica."""
+        """Yield the lines for these stages: headings, layers, and a line for each replica."""
         from rich.text import Text
 
         indent = " " * self.label_width
@@ -244,13 +248,13 @@ class _Grid:
 
 
 def _cell(stage: Stage, health: Mapping[int, Health], usual_layers: str | None) -> Cell:
-    """Return the ranks of a stage, and its layers if they are not those of its column."""
+    """Return the ranks of a stage, and its layers if they differ from the layers of the column."""
     cell: Cell = _runs(stage.ranks, health, "active") or [("none", "dead")]
     return cell if _layers(stage) == usual_layers else [*cell, (f"L{_layers(stage)}", "active")]
 
 
 def _below(layout: Layout, health: Mapping[int, Health]) -> Sequence[tuple[str, Sequence[int], Health]]:
-    """Return the ranks that are in no replica: on standby, starting, dead."""
+    """Return the ranks that are in no replica, by group: standby, starting, dead."""
     working = set(layout.active)
     dead = sorted(rank for rank in health if health[rank] == "dead" and rank not in working)
     standby = [rank for rank in layout.standby if health.get(rank) != "dead"]
@@ -263,11 +267,11 @@ def _width(cell: Sequence[tuple[str, Health]]) -> int:
 
 
 def _blocks(widths: Sequence[int], room: int) -> list[list[int]]:
-    """Return groups of columns that fit side by side."""
+    """Split the columns into blocks; the columns of a block fit side by side into `room`."""
     blocks: list[list[int]] = []
     used = 0
     for s, width in enumerate(widths):
-        if not blocks or used + width > room + 2:  # the last column's two blanks may be cut off
+        if not blocks or used + width > room + 2:  # the two blanks after the last column may be cut off
             blocks.append([])
             used = 0
         blocks[-1].append(s)
@@ -287,7 +291,7 @@ def _wrapped(label: str, words: Sequence[tuple[str, Health]], width: int) -> lis
 
 
 def hours(gpu_hours: float) -> str:
-    """Return `1,234 GPU-h`, `8.21 GPU-h`; for small amounts `12.3 GPU-min` or `4.56 GPU-s`."""
+    """Format GPU-hours: `1,234 GPU-h`, `8.21 GPU-h`; small amounts as `12.3 GPU-min` or `4.56 GPU-s`."""
     if gpu_hours >= 99.95:
         return f"{gpu_hours:,.0f} GPU-h"
     for unit, size in (("h", 1.0), ("min", 1 / 60)):

@@ -1,7 +1,7 @@
-"""The command that opens a shell on a node of a running job, by node. Pure.
+"""The command that opens a shell on each node of a running job. Pure.
 
-A node that joined as a replacement belongs to a separate Slurm job, and only that job's number leads there. Used by
-`resihp status`.
+A node that joined as a replacement belongs to a separate Slurm job, and only the number of that Slurm job gives access
+to the node. Used by `resihp status`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ Row = Mapping[str, Any]
 
 
 def shells(slurm_job: str, nodes: Sequence[Row], replacements: Sequence[Row]) -> dict[str, str]:
-    """Return commands by node, for the present nodes of a job. `nodes`, `replacements`: rows of the ledger's tables."""
+    """Return the command for each node that is now part of the job. `nodes`, `replacements`: rows of the ledger's
+    tables."""
     guests = {row["node"]: row["slurm_job"] for row in replacements if row["outcome"] == "joined" and row["slurm_job"]}
     return {
         row["node"]: _command(guests.get(row["node"], slurm_job), row["node"])
@@ -24,12 +25,12 @@ def shells(slurm_job: str, nodes: Sequence[Row], replacements: Sequence[Row]) ->
 
 
 def _command(slurm_job: str, node: str) -> str:
-    """Quote the names: the ledger's writer chose them, and the user types the command."""
+    """Return the command. Names are quoted, as the ledger's writer chose them and the user types the command."""
     return f"srun --jobid={shlex.quote(slurm_job)} --overlap -w {shlex.quote(node)} --pty bash"
 
 
 def line(commands: Mapping[str, str]) -> str:
-    """Return one line for a terminal: the command for one node, and the numbers of other Slurm jobs for
+    """Return one line for a terminal: the command for one node, and the numbers of the other Slurm jobs for
     replacements."""
     first = next(iter(commands.values()), "")
     job = _job(first)

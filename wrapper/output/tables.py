@@ -1,10 +1,10 @@
-"""Tables on a terminal, and what gives way if one does not fit. The only place that decides it.
+"""Prints tables on a terminal, and decides how a table that is too wide is shortened.
 
-First, text is wrapped, at blanks, and in long names after `-`, `_`, `/` and the like. Then columns are left out, with a
-message, but never those that identify a row. Then every row is shown as lines of its own, a heading and a cell in each.
-Nothing is ever cut off. A pipe has unlimited width (`answers.console`).
+First, text is wrapped: at blanks, and in long names after `-`, `_`, `/` and the like. Then columns are left out, with a
+message, but never columns that identify a row. Finally each row is printed as several lines, a heading and a cell in
+each line. No cell is ever cut off. A pipe has unlimited width (`answers.console`).
 
-Cells are shown literally, never read as markup. Called by `wrapper.commands`.
+Cells are printed literally, never interpreted as markup. Called by `wrapper.commands`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 MIN_TEXT_COLUMNS = 12
-"""A column of text is not made narrower, and no shorter word is broken."""
+"""Smallest width of a column of text. Shorter words are not broken."""
 EDGE_BLANKS = 2
-"""Blanks left and right of a table."""
+"""Total number of blanks at the left and right edge of a table."""
 COLUMN_GAPS = (3, 2)
 """Blanks between columns: normally, and if the table is too wide."""
 EMPTY_CELLS = ("", "-")
@@ -34,18 +34,18 @@ _ENDS = re.compile(r"(?<=[-_/=+@|])(?=\S)|(?<=[.,:;])(?=[^\W\d])")
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its heading, and how it gives way if the table does not fit."""
+    """A column: its heading, and how it may be shortened."""
 
     heading: str
     right: bool = False
     wraps: bool = False
-    """Whether it is text, which may be wrapped; numbers and times may not."""
+    """Whether the column has text, which may be wrapped; numbers and times may not."""
     kept: bool = False
-    """Whether it identifies rows and so is never left out. The first column is always kept."""
+    """Whether the column identifies rows, and so is never left out. The first column is always kept."""
 
 
 def show(screen: Console, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> None:
-    """Print a table; columns that are left out are named on stderr."""
+    """Print a table, and a message on stderr that names the columns left out."""
     cells = [[_text(cell) for cell in row] for row in rows]
     chosen = list(range(len(columns)))
     while (fit := _fit(screen.width, columns, cells, chosen)) is None:
@@ -60,7 +60,8 @@ def show(screen: Console, columns: Sequence[Column], rows: Sequence[Sequence[str
 
 
 def lines(text: Text, width: int) -> list[Text]:
-    """Split `text` into lines of at most `width` columns, at blanks, in longer words at `_ENDS`, or else anywhere."""
+    """Split `text` into lines of at most `width` columns: at blanks, then at `_ENDS` within longer words, else
+    anywhere."""
     wrapped: list[Text] = []
     for line in text.split("\n", allow_blank=True):
         ends, at, used = [], 0, 0
@@ -81,7 +82,7 @@ def lines(text: Text, width: int) -> list[Text]:
 def _fit(
     width: int, columns: Sequence[Column], cells: Sequence[Sequence[Text]], chosen: Sequence[int]
 ) -> tuple[int, list[int]] | None:
-    """Return the gap and the widths of the chosen columns; None if they do not fit."""
+    """Return the gap between columns, and the widths of the chosen columns; None if they do not fit into `width`."""
     natural = [max(_longest(text) for text in (_text(columns[n].heading), *(row[n] for row in cells))) for n in chosen]
     for gap in COLUMN_GAPS:
         if sum(natural) + gap * (len(chosen) - 1) + EDGE_BLANKS <= width:
@@ -105,7 +106,7 @@ def _levelled(natural: Sequence[int], least: Sequence[int], level: int) -> list[
 
 
 def _least(column: Column, cells: Sequence[Text]) -> int:
-    """Return the smallest width of a column."""
+    """Return the smallest width to which a column may be narrowed."""
     heading = _longest_piece(column.heading)
     if not column.wraps:
         return max([heading, *(_longest(text) for text in cells)])
@@ -114,7 +115,8 @@ def _least(column: Column, cells: Sequence[Text]) -> int:
 
 
 def _to_go(columns: Sequence[Column], cells: Sequence[Sequence[Text]], chosen: Sequence[int]) -> int | None:
-    """Return the column to leave out: an empty one, else one without text; the last of these."""
+    """Return the column to leave out next: the last empty one, else the last one without text, else the last one; None
+    if all must stay."""
     may = [n for n in chosen if n and not columns[n].kept]
     empty = [n for n in may if all(row[n].plain in EMPTY_CELLS for row in cells)]
     without_words = [n for n in may if not columns[n].wraps]
@@ -152,12 +154,12 @@ def _print(
         return
     with screen.capture() as printed:
         screen.print(table, crop=False)
-    for line in printed.get().splitlines():  # without trailing blanks, which are useless in a file
+    for line in printed.get().splitlines():  # trailing blanks are useless in a file
         screen.print(line.rstrip(), soft_wrap=True)
 
 
 def _show_records(screen: Console, columns: Sequence[Column], cells: Sequence[Sequence[Text]]) -> None:
-    """Print each row as lines, one for each cell that is not empty; an empty line between rows."""
+    """Print each row as several lines, one for each cell that is not empty, with an empty line between rows."""
     from rich.text import Text
 
     label = min(max(_size(column.heading) for column in columns), screen.width // 2) + 2
@@ -211,11 +213,11 @@ def _parts(word: str, width: int) -> list[str]:
 
 
 def _pieces(words: str, width: int) -> Iterator[str]:
-    """Yield the unbreakable parts of a text, each with the blanks behind it."""
+    """Yield the parts of a text that cannot be broken, each with the blanks after it."""
     for word in re.findall(r"^\s+|\S+\s*", words):
         for part in _parts(word, width):
             rest = part
-            while _size(rest.rstrip()) > width:  # a word that is longer than the line
+            while _size(rest.rstrip()) > width:  # a word longer than the line
                 most = next(n for n in range(len(rest), 0, -1) if n == 1 or _size(rest[:n]) <= width)
                 yield rest[:most]
                 rest = rest[most:]

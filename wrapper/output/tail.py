@@ -1,7 +1,8 @@
-"""The ends of log files, and the lines that are added to them. Knows no jobs; files may grow, shrink or vanish
-meanwhile.
+"""Reads the ends of log files, and the lines that are added to them. Files may grow, shrink or vanish meanwhile. Knows
+nothing about jobs.
 
-A line that is redrawn after carriage returns, such as a progress bar, is shown as on a terminal: in its last state.
+A line that is overwritten after carriage returns, such as a progress bar, is returned as a terminal shows it: in its
+last state.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from resihp.plain_files import is_plain, open_plain
 
 CHUNK_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 20
-"""Longest unfinished line that is waited for; a longer one is shown in parts."""
+"""Largest part of an unfinished line that is held back; a longer line is returned in parts."""
 REDRAWN_EVERY_S = 5.0
-"""How often a line that is redrawn for hours is shown in its present state."""
+"""How often a line that is overwritten again and again, perhaps for hours, is returned in its present state."""
 
 
 def last_lines(path: Path, lines: int) -> tuple[list[str], int]:
-    """Return the last `lines` of a file, and its size at that time, in bytes. Reads only the end of the file.
+    """Return the last `lines` lines of a file, and its size at that time, in bytes. Reads only the end of the file.
 
-    An unfinished line counts as one of them. Raises OSError, also for a link, a pipe or a device.
+    An unfinished line counts as a line. Raises OSError, also for a link, a pipe or a device.
     """
     with os.fdopen(open_plain(path), "rb") as file:
         end = start = file.seek(0, os.SEEK_END)
@@ -42,14 +43,16 @@ def last_lines(path: Path, lines: int) -> tuple[list[str], int]:
 
 
 class GrowingFiles:
-    """Lines that are added to files: an unfinished line is held until it ends, except for a progress bar's."""
+    """Reads the lines that are added to files. An unfinished line is held back until it ends, except for a progress
+    bar."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._read: dict[Path, int] = {}
         self._begun: dict[Path, bytes] = {}
         self._drawn: dict[Path, tuple[float, str]] = {}
-        """When a redrawn line was last shown, and its text; empty once the line has ended."""
+        """For an overwritten line: the earliest time (monotonic seconds) to return it again, and the text last
+        returned, empty once the line has ended."""
 
     def __contains__(self, path: Path) -> bool:
         return path in self._read
@@ -58,11 +61,11 @@ class GrowingFiles:
         return len(self._read)
 
     def begin(self, path: Path, at: int) -> None:
-        """Follow a file from byte `at` on."""
+        """Start to follow a file at byte `at`."""
         self._read[path] = at
 
     def new(self) -> Iterator[tuple[Path, str]]:
-        """Yield the lines that were added since the last call. A file that became shorter is read from its
+        """Yield the lines that were added since the last call. A file that became shorter is read again from its
         beginning."""
         for path, at in list(self._read.items()):
             with suppress(OSError):
@@ -71,7 +74,7 @@ class GrowingFiles:
             yield from self._redrawn(path)
 
     def rest(self) -> Iterator[tuple[Path, str]]:
-        """Yield unfinished lines."""
+        """Yield the unfinished lines that were held back."""
         for path, begun in self._begun.items():
             if begun and _text(begun) != self._shown(path):
                 yield path, _text(begun)

@@ -1,7 +1,8 @@
 """A ledger that is opened in the background, so that a job does not wait for a database.
 
-Used for a ledger on a server, and by a supervisor that takes over. Opening is tried as long as the job runs; until it
-succeeds, only the journal holds the job's history, and then the ledger catches up with it. Decides nothing.
+Used for a ledger on a server, and by a supervisor that takes over. Opening is retried as long as the job runs. Until
+the ledger is open, only the journal has the job's history; then the ledger catches up with the journal. Decides
+nothing.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ if TYPE_CHECKING:
     from resihp.record.journal import Record
 
 FIRST_TRY_S = 3.0
-"""How long a new leader waits before it opens the ledger: until then it gathers its agents."""
+"""How long a new leader waits before it first tries to open the ledger, because it first collects its agents."""
 RETRY_S = 1.0
 MAX_RETRY_S = 15.0
-"""Longest pause between tries: hundreds of jobs must not ask a server every second that is down for hours."""
+"""Longest pause between two attempts to open the ledger: if a server is down for hours, hundreds of jobs must not
+contact it every second."""
 CLOSE_TIMEOUT_S = 10.0
 
 
 class DeferredLedger:
-    """`db.writer.Ledger`, as soon as there is one. `opened` opens it; `warn` may be called from another thread.
+    """Ledger that opens in the background and then passes everything on to `db.writer.Ledger`.
 
-    The ledger is opened after `pause_s`, by default `FIRST_TRY_S`.
+    `opened` opens the ledger; the first attempt is made after `pause_s`, by default `FIRST_TRY_S`. `warn` reports
+    errors, and may be called from another thread.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class DeferredLedger:
         self._thread.start()
 
     def submit(self, record: Record) -> None:
-        """Write the record, if the ledger is open; else it will be read from the journal."""
+        """Write the record if the ledger is open; otherwise the ledger reads it from the journal after opening."""
         if self._ledger is not None:
             self._ledger.submit(record)
 
@@ -70,12 +73,14 @@ class DeferredLedger:
 
     @property
     def behind(self) -> int | None:
-        """Records that the ledger has not written yet; None while it is not open."""
+        """Number of records that the ledger has not written yet; None while the ledger is not open."""
         return None if self._ledger is None else self._ledger.behind
 
     def close(self) -> bool:
-        """Try once more to open the ledger if it is not open; return False if it lacks records, which the journal
-        has."""
+        """Close the ledger, after a last attempt to open it if it is not open.
+
+        Returns False if the ledger lacks records; the journal has them.
+        """
         self._closing.set()
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._ledger is None or self._thread.is_alive():
@@ -89,15 +94,15 @@ class DeferredLedger:
             return
         self._ledger = ledger
         try:
-            ledger.catch_up(self._journal)  # only now, when new records go to the ledger: none is missed in between
+            ledger.catch_up(self._journal)  # only after new records go to the ledger: no record is missed in between
         except FileNotFoundError:
             pass  # at a first start, the journal is created at the same time, so no record was missed
         except (ResihpError, OSError) as error:
             self._say(f"ledger: incomplete: {error}")
 
     def _first_that_opens(self) -> Ledger | None:
-        """Open the ledger; return None if that failed until the end. Each reason is reported once, and another may
-        follow it."""
+        """Open the ledger, retrying until the job ends; return None if every attempt failed. Each reason is reported
+        once."""
         reported: set[str] = set()
         retry_s = RETRY_S
         self._closing.wait(self._pause_s)

@@ -1,8 +1,8 @@
 """Passes each record of the journal to all listeners of a job: ledger, metrics, hooks, TensorBoard, traces.
 
-`asked` checks the configuration's listeners before anything is started; `listeners` opens them in the supervisor, also
-in one that takes over; `Listeners` has the interface of a ledger (`LedgerLike`). No failure of a listener affects the
-job or the ledger.
+`asked` checks the configured listeners before anything is started. `listeners` opens the listeners in the supervisor,
+including a supervisor that takes over. `Listeners` has the interface of a ledger (`LedgerLike`). A listener that fails
+affects neither the job nor the ledger.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from wrapper.sinks.metrics import Outside
 
 CLOSE_TIMEOUT_S = 5.0
-"""How long the end of a job waits for its listeners, all together."""
+"""How long the end of a job waits for all of its listeners together."""
 
 _log = logging.getLogger("resihp.listeners")
 
@@ -47,14 +47,14 @@ class LedgerLike(Protocol):
 
 class Listener(Protocol):
     def submit(self, record: Record) -> None:
-        """Take one record, in order. Returns at once."""
+        """Take the next record of the journal. Returns at once."""
 
     def close(self, deadline: float) -> object:
-        """Deliver the remaining records until that moment, in monotonic seconds."""
+        """Deliver the remaining records until `deadline`, in monotonic seconds."""
 
 
 class Listeners:
-    """The ledger and all other listeners, with a ledger's interface."""
+    """All listeners of a job, its ledger included, behind the interface of a ledger."""
 
     def __init__(self, ledger: LedgerLike, others: Sequence[Listener]) -> None:
         self._ledger = ledger
@@ -86,7 +86,8 @@ class Listeners:
 
 
 def asked(configuration: Configuration) -> ListenerSettings:
-    """Return the settings of `[metrics]` and `[hooks]`. Raises ConfigurationError for a listener that cannot work."""
+    """Return the settings of `[metrics]` and `[hooks]`. Raises ConfigurationError for a listener that cannot work, for
+    example because a package is missing."""
     metrics, hooks = configuration.metrics, configuration.hooks
     for key in ("port", "textfile"):
         if getattr(metrics, key) and find_spec("prometheus_client") is None:
@@ -134,14 +135,13 @@ def listeners(
     past: Sequence[Record] = (),
     history: JobHistory | None = None,
 ) -> list[Listener]:
-    """Open the requested listeners; one that cannot be opened is reported and left out. `say` is called from threads,
-    too.
+    """Open the requested listeners; a listener that cannot be opened is reported and left out.
 
-    `past`: the records of the leaders before us; `history`: that of the job, which the listeners share. Waits for no
-    file.
+    `past`: the records written under earlier leaders. `history`: the job's history, which the listeners share. `say`
+    reports errors, also from other threads. Opening never waits for a file.
     """
     opened_listeners: list[Listener] = []
-    figures = cache(partial(_figures, past))  # over perhaps a million iterations: computed once, and only on demand
+    figures = cache(partial(_figures, past))  # computed once, and only on demand, as it may read a million iterations
     openers: dict[str, Callable[[], list[Listener]]] = {
         "hooks": lambda: _hooks(request, say, past, history),
         "tensorboard": lambda: _tensorboard(request, say, figures),
@@ -158,7 +158,7 @@ def listeners(
 
 
 def notify_of_end(request: RunRequest, records: Sequence[Record], say: Callable[[str], None]) -> None:
-    """Notify listeners of a job whose supervisors are all dead, above all of its end. Takes at most
+    """Notify the listeners of a job after all of its supervisors have died, mainly of the job's end. Takes at most
     `CLOSE_TIMEOUT_S`."""
     again = msgspec.structs.replace(request, listening=msgspec.structs.replace(request.listening, metrics_port=0))
     Listeners(_NoLedger(), listeners(again, None, say, records)).close()
@@ -247,12 +247,13 @@ def _metrics(
 
 
 def standing(ledger: object, others: Sequence[object]) -> Mapping[str, float]:
-    """Return metrics of the listeners themselves (`wrapper.sinks.metrics.Outside`): of the ledger, and of hooks."""
+    """Return metrics about the ledger and the hooks themselves, such as the number of failed deliveries, as
+    `wrapper.sinks.metrics.Outside`."""
     from wrapper.sinks.hooks import Hook
 
     values: dict[str, float] = {}
     for name, attribute in (("telemetry_dropped", "dropped"), ("ledger_behind", "behind")):
-        value = getattr(ledger, attribute, None)  # a ledger that is not open yet has neither
+        value = getattr(ledger, attribute, None)  # a ledger that is not open yet has neither attribute
         if isinstance(value, int):
             values[name] = value
     for hook in others:

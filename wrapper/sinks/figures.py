@@ -1,10 +1,10 @@
 """A job's figures, computed record by record from its journal: iterations, goodput, ranks by state, failures. Pure.
 
-`follow` is the only reader of records for `wrapper.sinks.metrics` and `wrapper.sinks.tensorboard`. A supervisor that
-takes over lets it follow all earlier records: perhaps a million iterations, in the event loop that also sends
-heartbeats, so packed records are processed by column. Goodput is defined as in the ledger (`db.reading.queries`): the
-time that committed iterations would have taken on all requested devices, over wall time since the first one began.
-Reads no clock.
+`wrapper.sinks.metrics` and `wrapper.sinks.tensorboard` read records only through `follow`. A supervisor that takes over
+passes all earlier records to `follow`, perhaps a million iterations, in the event loop that also sends heartbeats; so
+packed records are processed by column. Goodput is defined as in the ledger (`db.reading.queries`): the time that the
+committed iterations would have taken on all requested devices, divided by the wall time since the first committed
+iteration began. Reads no clock.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ BUCKETS_S = (
     ),
     1000.0,
 )
-"""Upper bounds of the histogram of iteration times, the same for all jobs, so that they can be added up. From 0.1 s on,
-each is about a quarter above the one before (ISO 3, R10): a quantile is at most that far off."""
+"""Upper bounds, in seconds, of the histogram of iteration times. They are the same for all jobs, so that histograms of
+several jobs can be added up. From 0.1 s on, each bound is about a quarter above the previous one (ISO 3, R10), so a
+quantile is wrong by at most a quarter."""
 RANK_STATES = ("active", "standby", "starting", "slow", "suspected", "ended")
 
 
 @dataclass
 class Figures:
-    """A job's figures, from its journal. `follow` changes them. Times are UTC, in seconds since 1970."""
+    """A job's figures, computed from its journal and updated by `follow`. Times are UTC, in seconds since 1970."""
 
     job: str = ""
     user: str = ""
@@ -50,11 +51,12 @@ class Figures:
     exit_code: int | None = None
     started_at: float | None = None
     began_at: float | None = None
-    """When the first committed iteration began, by the present clock: if the clock was set back between two commits,
-    the later iteration counts as if it had followed at once."""
+    """Time at which the first committed iteration began; None before the first commit. If the clock was set back
+    between two commits, this time is moved back as well, so that the later iteration counts as if it had followed at
+    once."""
     committed_at: float | None = None
     committed_epoch: int = 0
-    """Epoch of the last committed iteration; that of the plan in effect may already be the next one's."""
+    """Epoch of the last committed iteration. The plan in effect may already have a later epoch."""
     last_at: float | None = None
     ended_at: float | None = None
     iteration: int = 0
@@ -63,37 +65,37 @@ class Figures:
     loss: float | None = None
     validation_loss: float | None = None
     seconds: array[float] = field(default_factory=lambda: array("d"))
-    """Time of each committed iteration, where it is known."""
+    """Seconds of each committed iteration whose time is known."""
     buckets: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
-    """Number of these times in each bucket of `BUCKETS_S`; the last bucket is for all longer times."""
+    """Number of `seconds` in each bucket of `BUCKETS_S`; the last bucket is for all longer times."""
     seconds_us: int = 0
-    """Sum of these times, in microseconds."""
+    """Sum of `seconds`, in microseconds."""
     known_us: int = 0
-    """Sum of the times as they count for goodput, in microseconds."""
+    """Sum of the iteration times as goodput counts them (`counting`), in microseconds."""
     unused_us: int = 0
-    """The part of `known_us` that devices without work would have saved."""
+    """The part of `known_us` that corresponds to requested devices without work, in microseconds."""
     counting: Counting = field(default_factory=Counting)
     untimed: int = 0
-    """Committed iterations whose time is unknown, because no reporter survived."""
+    """Number of committed iterations whose time is unknown, because no rank that reports times survived."""
     last_seconds: float | None = None
     predicted_seconds: float | None = None
     history: JobHistory = field(default_factory=JobHistory)
     ended: int = 0
-    """Number of workers that ended, also of ranks that run again."""
+    """Number of workers that have ended, including workers of ranks that were started again."""
     nodes_lost: int = 0
     failures: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    """Number of failures by kind, component and node."""
+    """Number of failures by (kind, component, node); the node is empty for a failure without one."""
     recovered: int = 0
     suspicions: Counter[str] = field(default_factory=Counter)
-    """Suspicions of being slow, by component."""
+    """Number of suspicions of slowness, by component."""
     detector: str = "warming up"
-    """The detector's basis, as in `journal.CoverageChanged`."""
+    """The data that the detector judges by, as in `journal.CoverageChanged`."""
     unwatched: int = 0
-    """Ranks with work that the detector has not heard from for long."""
+    """Number of ranks with work from which the detector has had no report for long."""
     reconfigurations: Counter[str] = field(default_factory=Counter)
     reconfiguration_seconds: dict[str, float] = field(default_factory=dict)
     recovery_seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds from failures to the first commits after them, by action."""
+    """Seconds from failures to the first commits after them, summed by the action that recovered the job."""
     bytes_moved: int = 0
     drains: int = 0
     drain_answers: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -103,14 +105,14 @@ class Figures:
     takeovers: int = 0
 
     def useful_s(self) -> float:
-        """Return the seconds that committed iterations would have taken on all requested devices; an iteration of
-        unknown time counts as the median."""
+        """Return the seconds that the committed iterations would have taken on all requested devices. An iteration
+        whose time is unknown counts as the median time."""
         unknown = self.untimed * float(np.median(self.seconds)) if self.untimed and self.seconds else 0.0
         return (self.known_us - self.unused_us) / 1e6 + unknown
 
     def wall_s(self, now: float) -> float:
-        """Return the seconds since the first committed iteration began; up to the last commit if the job is
-        completed."""
+        """Return the seconds from the start of the first committed iteration to `now`, or to the job's end: the last
+        commit of a completed job, the last record of a job that was found dead."""
         if self.began_at is None:
             return 0.0
         until = now
@@ -123,29 +125,31 @@ class Figures:
         return max(until - self.began_at, 0.0)
 
     def goodput(self, now: float) -> float | None:
-        """Return useful over wall seconds, at most 1; None before the first commit."""
+        """Return useful seconds divided by wall seconds, at most 1; None before the first commit."""
         wall_s = self.wall_s(now)
         return min(self.useful_s() / wall_s, 1.0) if wall_s > 0 and self.iterations else None
 
     @property
     def epoch(self) -> int:
-        """Return the epoch of the plan in effect; 0 before the first."""
+        """Epoch of the plan in effect; 0 before the first plan."""
         return self.history.plans[-1].epoch if self.history.plans else 0
 
     def nodes(self) -> int:
-        """Count the nodes that have joined and were not lost."""
+        """Return the number of nodes that are part of the job now."""
         nodes = self.history.nodes.values()
         return sum(node.joined_at is not None and node.lost_at is None for node in nodes)
 
     def unused(self, epoch: int) -> float:
-        """Return the share of the requested devices that have no work under a plan."""
+        """Return the share of the requested devices that have no work under the plan of this epoch; 0 if the plan is
+        unknown."""
         requested, plan = self.history.gpus_requested, self.history.plan(epoch)
         if not requested or plan is None:
             return 0.0
         return max(1.0 - len(plan.ranks.active) / requested, 0.0)
 
     def ranks(self) -> dict[str, int]:
-        """Count ranks by state, each in one: running ranks without a part in the plan in effect are `starting`."""
+        """Return the number of ranks in each state. Each rank counts once; a running rank without a role in the plan in
+        effect is `starting`."""
         plan, workers = self.history.shown_plan, self.history.workers
         health = rank_health(self.history, None if plan is None else plan.layout)
         counts: Counter[str] = Counter(state for rank, state in health.items() if not workers[rank].ended)
@@ -154,12 +158,12 @@ class Figures:
 
 
 def snapshot(figures: Figures) -> Figures:
-    """Return a copy: `follow` on one does not change the other."""
+    """Return a copy of the figures that later calls of `follow` do not change."""
     return replace(figures, **{each.name: copy(getattr(figures, each.name)) for each in fields(figures)})
 
 
 def followed(records: Iterable[journal.Record]) -> Figures:
-    """Return the figures of a job from its first records."""
+    """Return the figures after these first records of a job."""
     figures = Figures()
     for record in records:
         follow(figures, record)
@@ -167,7 +171,7 @@ def followed(records: Iterable[journal.Record]) -> Figures:
 
 
 def follow(figures: Figures, record: journal.Record) -> None:
-    """Update the figures with one record."""
+    """Update the figures with the next record."""
     entry, at = record.entry, record.at
     if not (isinstance(entry, journal.JobEnded) and entry.state == "abnormal"):
         figures.last_at = at
@@ -208,7 +212,7 @@ def follow(figures: Figures, record: journal.Record) -> None:
 
 
 def _count_upkeep(figures: Figures, entry: journal.AnyEntry) -> None:
-    """Count checkpoints, drains, replacements, and Slurm's answers."""
+    """Count checkpoints, drains, replacement nodes, and Slurm's answers to requests for drains."""
     match entry:
         case journal.CheckpointCommitted():
             figures.checkpoints += 1
@@ -235,8 +239,8 @@ def _reconfigured(figures: Figures, entry: journal.Reconfigured, at: float) -> N
 
 
 def _committed(figures: Figures, entry: journal.IterationCommitted, at: float) -> None:
-    """Count one iteration, with times rounded to microseconds as in packed records: counters must not go back when
-    those are read instead."""
+    """Count one iteration. Times are rounded to microseconds, as in packed records, so that no counter goes back when a
+    later supervisor reads the packed records instead."""
     at = round(at * 1e6) / 1e6
     if entry.seconds is None:
         figures.untimed += 1
@@ -266,7 +270,8 @@ def _committed(figures: Figures, entry: journal.IterationCommitted, at: float) -
 
 
 def _all_committed(figures: Figures, record: journal.Record, entry: journal.IterationsPacked) -> None:
-    """Count packed iterations as `_committed` would one after the other. They are of one epoch, and consecutive."""
+    """Count packed iterations, with the same result as calling `_committed` for each. They are consecutive and have one
+    epoch."""
     ats = np.cumsum(column(record, "passed"), dtype=np.int64) / 1e6
     micros = np.asarray(column(record, "seconds"))
     seconds, timed = micros / 1e6, micros >= 0

@@ -1,13 +1,13 @@
-"""Notifies others of a job's events as they happen: a JSON document for each event, POSTed, or given to a command on
+"""Notifies the user's hooks of a job's events: a JSON document for each event, POSTed to a URL or given to a command on
 stdin.
 
-Listens to the journal (`wrapper.sinks.fanout`); decides nothing about the job and never delays it: each hook has a
-thread and a bounded queue of its own (`wrapper.sinks.queue`). Events are delivered at least once: the progress of each
-hook is noted in the job's folder, and a supervisor that takes over continues from there; receivers recognise a
-duplicate by its `id`.
+Listens to the journal (`wrapper.sinks.fanout`). Decides nothing about the job and never delays it: each hook has its
+own thread and bounded queue (`wrapper.sinks.queue`). Events are delivered at least once: the number of the last
+delivered record of each hook is saved in the job's folder, and a supervisor that takes over continues after that
+record. Receivers recognise a duplicate by its `id`.
 
-A webhook's URL may be a secret (its path, its query): messages show its host only, and redirects, which would carry the
-document elsewhere, are not followed.
+The path and query of a webhook's URL may be secret. So messages show only the URL's host, and redirects are not
+followed, as they would send the document elsewhere.
 
     {"schema": 1, "id": "local-3:17", "job": "local-3", "host": "node-1", "time": "2026-03-01T12:00:00.250Z",
      "kind": "failure", "entry": "FailureFound", "text": "failure 1: ...", "ids": {"failure": 1, "node": "n2", ...}}
@@ -41,12 +41,12 @@ from wrapper.sinks.queue import MAX_WAITING, BackgroundQueue, UndeliveredError
 
 DOCUMENT_SCHEMA = 1
 RETRY_PAUSES_S = (1.0, 4.0)
-"""Pauses between the tries to deliver one event."""
+"""Pauses, in seconds, between attempts to deliver one event."""
 REAP_S = 1.0
-"""How long a killed command may take to exit; one that hangs in a file system is abandoned."""
+"""How long to wait for a killed command to exit. A command that hangs in a file system is abandoned."""
 MAX_URL_FILE_BYTES = 8192
 SECRET_VARIABLE = "RESIHP_HOOKS__WEBHOOK"
-"""Environment variable that may hold the webhook's URL, which the command must not see."""
+"""Environment variable that may hold the webhook's URL; it is removed from the command's environment."""
 
 EVENT_ENTRIES: Mapping[str, tuple[type[journal.Entry], ...]] = {
     "start": (journal.JobStarted,),
@@ -63,7 +63,7 @@ EVENT_ENTRIES: Mapping[str, tuple[type[journal.Entry], ...]] = {
     "fault": (journal.FaultInjected,),
     "end": (journal.JobEnded,),
 }
-"""Valid names of `[hooks] events`, and the journal entries that each stands for."""
+"""The valid names of `[hooks] events`, each with the journal entries that it covers."""
 
 _EVENT_OF: Mapping[type[journal.Entry], str] = {kind: event for event, kinds in EVENT_ENTRIES.items() for kind in kinds}
 _IDS = (
@@ -83,16 +83,18 @@ _IDS = (
     *("component", "drain", "replacement", "slurm_job", "step", "outcome", "state", "term", "signal"),
     *("meaning", "measure", "grounds", "action", "seconds", "exit_code", "fault"),
 )
-"""Fields of entries that programs may want; all other fields are only in the text."""
+"""Fields of journal entries that are copied to `ids` of the document; all other fields appear only in its text."""
 
 
 def event_of(entry: journal.AnyEntry) -> str | None:
-    """Return the event of an entry; None for entries that are not reported, such as iterations."""
+    """Return the name of the event that an entry is reported as; None for entries that are not reported, such as
+    iterations."""
     return _EVENT_OF.get(type(entry))
 
 
 def document(job: str, record: journal.Record, mended: RecoveryTimes | None = None) -> dict[str, Any]:
-    """Return the document of a record. Job, names and reasons are not escaped. `mended`: as for `explain`."""
+    """Return the JSON document about a record. Names and reasons are not escaped. `mended`: recovery times, as for
+    `explain`."""
     from resihp.record.describe import explain
 
     entry = record.entry
@@ -118,17 +120,19 @@ def document(job: str, record: journal.Record, mended: RecoveryTimes | None = No
 
 
 class _HookEvent(NamedTuple):
-    """An event to deliver: a record, and the recovery times of the failures that it reports as mended."""
+    """An event to deliver: a journal record and, for a change of plan, the recovery times of the failures that it
+    mended."""
 
     record: journal.Record
     mended: RecoveryTimes | None
 
 
 class Hook:
-    """One hook. `deliver` delivers a document, or raises UndeliveredError or OSError.
+    """One hook: a listener that delivers a JSON document for each event, in the background.
 
-    `noted`: the file with the number of the last delivered record. `past`: records of the leaders before us, of which
-    all later ones are delivered now. `history`: shared with other listeners, or None.
+    `deliver` delivers a document, or raises UndeliveredError or OSError. `noted`: file with the number of the last
+    delivered record. `past`: records written under earlier leaders; those after the last delivered record are delivered
+    now. `history`: the job's history, shared with other listeners; None to build one.
     """
 
     def __init__(
@@ -161,7 +165,8 @@ class Hook:
             self._queue.put(event)
 
     def _event(self, record: journal.Record) -> _HookEvent | None:
-        """Return the event of a record, None if there is none; every record has to be passed in, in order."""
+        """Return the event to deliver for a record; None if the record is not reported. Call it for every record, in
+        order, since it also updates the history."""
         self._history.follow(record)
         entry = record.entry
         if event_of(entry) not in self._events:
@@ -174,18 +179,18 @@ class Hook:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Number of events by outcome."""
+        """Number of events by outcome: delivered (`told`), failed, dropped."""
         queue = self._queue
         return {"told": queue.done, "failed": queue.failed, "dropped": queue.dropped}
 
     def _deliver(self, event: _HookEvent) -> None:
         record = event.record
-        if self._delivered is None:  # read here, in the thread, since files may hang
+        if self._delivered is None:  # read in the queue's thread, since the file system may hang
             self._delivered = _number(self._noted)
         if record.seq <= self._delivered:
             return
         self._send(json.dumps(document(self._job, record, event.mended), default=str).encode())
-        with suppress(OSError):  # then it may be delivered twice
+        with suppress(OSError):  # if this fails, a later supervisor delivers the event again
             write_private(self._noted, str(record.seq).encode())
 
 
@@ -207,8 +212,8 @@ class _NoRedirects(HTTPRedirectHandler):
 
 
 def webhook(url_of: Callable[[], str], timeout_s: float) -> Callable[[bytes], None]:
-    """Return a function that POSTs documents, through the environment's proxies. `url_of` is called each time, since
-    tokens change."""
+    """Return a function that POSTs a document to the webhook, through the proxies of the environment. `url_of` is
+    called for each document, as its token may change."""
     opener = build_opener(_NoRedirects)
 
     def deliver(content: bytes) -> None:
@@ -232,7 +237,7 @@ def webhook(url_of: Callable[[], str], timeout_s: float) -> Callable[[bytes], No
             raise UndeliveredError(f"{host}: {words}") from None
         except TimeoutError:
             raise UndeliveredError(f"{host}: no answer within {timeout_s:g} s") from None
-        except (OSError, HTTPException, ValueError) as error:  # its message may hold the URL
+        except (OSError, HTTPException, ValueError) as error:  # the error's message may contain the URL
             raise UndeliveredError(f"{host}: {type(error).__name__}") from None
 
     return deliver
@@ -244,13 +249,13 @@ def _os_words(reason: object) -> str:
 
 
 def masked(url: str) -> str:
-    """Return a webhook's scheme and host, for messages."""
+    """Return the scheme and host of a webhook's URL, to be shown in messages."""
     parts = urlsplit(url)
     return f"webhook {parts.scheme}://{parts.hostname or '?'}/***"
 
 
 def checked(url: str) -> str:
-    """Return a URL that can be POSTed to. Raises ValueError, without the URL in it."""
+    """Return the URL if a document can be POSTed to it; otherwise raise a ValueError that does not contain the URL."""
     try:
         parts = urlsplit(url)
         is_valid = parts.scheme in ("http", "https") and bool(parts.hostname)
@@ -265,7 +270,7 @@ def checked(url: str) -> str:
 
 
 def url_in(path: Path) -> str:
-    """Return the URL in a file of ours. Raises ConfigurationError if others may read the file."""
+    """Return the webhook's URL from a file. Raises ConfigurationError if other users may read the file."""
     subject = f"[hooks] webhook_file {path}"
     try:
         with os.fdopen(open_plain(path, follow=True), "rb") as file:
@@ -287,10 +292,9 @@ def url_in(path: Path) -> str:
 
 
 def command(argv: Sequence[str], timeout_s: float) -> Callable[[bytes], None]:
-    """Return a function that gives documents to a command on stdin, one process for each. A process that takes too long
-    is killed, with all processes that it started.
+    """Return a function that starts the command for one document and passes the document on stdin.
 
-    The command's output is discarded.
+    A command that exceeds `timeout_s` is killed, with all processes that it started. Its output is discarded.
     """
     name = f"command {argv[0]}"
 
@@ -319,7 +323,7 @@ def command(argv: Sequence[str], timeout_s: float) -> Callable[[bytes], None]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a command that is not finished, with all processes in its session."""
+    """Kill a command that has not finished, and all processes in its session."""
     if process.returncode is None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,14 +1,15 @@
-"""Seconds that a running job lost, by cause, as counters that never go back: for `wrapper.sinks.metrics`.
+"""Seconds that a running job has lost, by cause, as counters that never decrease. Used by `wrapper.sinks.metrics`.
 
-There is one model of lost time, in `db.reading.costs.cost_accounts`; here it is applied to a window of the journal
-instead of the ledger's rows. After every `SETTLE_EVERY_COMMITS` commits, the time up to `SETTLE_LAG_COMMITS` commits
-ago is settled: added once, and never changed again. By then it is known which failures interrupted it. So the counters
-are a few iterations late, and complete at the end of a job.
+The model of lost time is in `db.reading.costs.cost_accounts`; this module applies it to a window of the journal instead
+of the ledger's rows. After every `SETTLE_EVERY_COMMITS` commits, the time up to `SETTLE_LAG_COMMITS` commits ago is
+settled: it is added to the counters once and never changed again, since by then it is known which failures interrupted
+it. So the counters are a few iterations late, and complete at the end of a job.
 
-Settling depends on records alone, and times are rounded to microseconds, as in packed records: so a supervisor that
-takes over and reads the journal computes exactly the same figures. They differ from the ledger's account, which knows
-the whole job, in two ways: medians are those of the window, and a slow-down that is discovered after more than
-`CONTEXT_COMMITS` iterations counts only for these. Reads no clock; knows no devices, and so computes no GPU-hours.
+Settling depends only on records, and times are rounded to microseconds, as in packed records. So a supervisor that
+takes over and reads the journal computes exactly the same counters. They differ from the ledger's account, which covers
+the whole job, in two ways: medians are those of the window; and a slow-down that is discovered after more than
+`CONTEXT_COMMITS` iterations counts only for the last `CONTEXT_COMMITS` of them. Reads no clock. Computes no GPU-hours,
+as it does not know which devices were held.
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ Row = dict[str, Any]
 SETTLE_EVERY_COMMITS = 64
 SETTLE_LAG_COMMITS = 16
 CONTEXT_COMMITS = 128
-"""Settled commits that stay in the window, for the usual times of iterations and of pauses between them."""
+"""Number of settled commits that stay in the window: they give the usual times of iterations and of the pauses between
+them."""
 _SLOW = SHARES.index("slow")
 
 
 class LostTime:
-    """Counters of lost seconds. `submit` takes a record, at no cost; `step` does the work. `past`: earlier records,
-    packed or not.
+    """Counters of lost seconds. `submit` only appends a record; `step` processes records.
 
-    Not safe to use from several threads, except for `submit` beside the others.
+    `past`: earlier records, packed or not. Not safe to use from several threads, except that `submit` may be called
+    during the other methods.
     """
 
     def __init__(self, past: Iterable[journal.Record] = ()) -> None:
@@ -47,24 +49,25 @@ class LostTime:
         self._unpacked: Iterator[journal.Record] = iter(())
         self._settled: Floats = np.zeros(len(SHARES))
         self._rest: Floats | None = None
-        """Seconds after the settled time of a job that has ended."""
+        """Lost seconds after the settled time, by `SHARES`; None until the job has ended."""
         self._over = False
-        """Whether the job has ended, so that later records do not count; a job that was only found dead may go on."""
+        """Whether the job has ended, so that later records do not count. False for a job that was only found dead, as
+        it may continue."""
         self._done = 0
-        """Number of settled commits."""
+        """Number of commits up to which time is settled."""
         self._first = 0
-        """Number of the window's first commit, from 0."""
+        """Number of commits before the window."""
         self._iterations: list[Row] = []
         self._failures: dict[int, Row] = {}
         self._late: set[int] = set()
-        """Failures that were found after the settled time."""
+        """Numbers of failures that were found since time was last settled."""
         self._reconfigurations: dict[int, tuple[Row, int]] = {}
-        """By epoch: the reconfiguration, and the number of the commit that it ended with."""
+        """By epoch: the row of the reconfiguration, and the index of the commit that ended it."""
         self._plans: dict[int, Row] = {}
         self._checkpoints: set[int] = set()
         self._started_at: datetime | None = None
         self._shape: Row = {"nodes": 0, "gpus_per_node": 0}
-        """Requested devices, as in the job's row."""
+        """Number of requested devices, with the column names of the job's row."""
         self._last_at: datetime | None = None
 
     def submit(self, record: journal.Record) -> None:
@@ -72,18 +75,19 @@ class LostTime:
 
     @property
     def waiting(self) -> int:
-        """Number of records that are not processed yet; a packed one counts as one."""
+        """Number of records that are not processed yet; a packed record counts as one."""
         return len(self._waiting)
 
     def step(self) -> bool:
-        """Process records until some time was settled. Returns False if none is left."""
+        """Process records until some time is settled. Returns False if all records are processed and no time was
+        settled."""
         while (record := self._next()) is not None:
             if self._follow(record.entry, datetime.fromtimestamp(round(record.at * 1e6) / 1e6, UTC)):
                 return True
         return False
 
     def by_cause(self) -> dict[str, float]:
-        """Return the seconds lost so far, by `CAUSES`."""
+        """Return the seconds lost so far, by cause (`CAUSES`)."""
         seconds = self._settled if self._rest is None else self._settled + self._rest
         return dict(zip(CAUSES, seconds[1:].tolist(), strict=True))
 
@@ -93,8 +97,8 @@ class LostTime:
         return record
 
     def _follow(self, entry: journal.AnyEntry, at: datetime) -> bool:
-        """Update rows like those of `db.projection`, with the columns that accounts need. Returns True if some time was
-        settled."""
+        """Update the rows with one entry. The rows are like those of `db.projection`, with only the columns that the
+        accounts need. Returns True if some time was settled."""
         if self._over:
             return False
         self._rest = None
@@ -185,7 +189,7 @@ class LostTime:
         return True
 
     def _job(self, now: datetime, state: str) -> Row:
-        """Return the job's row, as if the job had begun with the window."""
+        """Return the job's row as if the job had begun with the window."""
         started_at = self._started_at or now
         if self._first:
             started_at = self._iterations[0]["finished_at"]
@@ -195,8 +199,8 @@ class LostTime:
                 "account": None, **self._shape}  # fmt: skip
 
     def _between(self, job: Row, begin: int, end: int | None) -> tuple[Floats, float]:
-        """Return the seconds by `SHARES` from the end of commit `begin` to that of commit `end`, both counted from 1;
-        and the slow seconds before that time which were not known to be slow."""
+        """Return the seconds by `SHARES` from the end of commit `begin` to the end of commit `end`, both counted from
+        1; and the slow seconds before `begin` that were found to be slow only now."""
         plans = sorted(self._plans.values(), key=lambda row: row["epoch"])
         clock = course(job, self._iterations, plans, job["last_entry_at"])
 
@@ -232,7 +236,7 @@ class LostTime:
         )
 
     def _forget(self) -> None:
-        """Drop rows that no later window needs."""
+        """Drop the rows that no later window needs."""
         passed = self._done - CONTEXT_COMMITS - self._first
         if passed <= 0:
             return

@@ -1,10 +1,10 @@
-"""A job's figures for Prometheus: a page on loopback, and a textfile that node_exporter reads.
+"""A job's figures for Prometheus: a page on loopback, and a textfile for node_exporter.
 
-`families` turns the journal's figures (`wrapper.sinks.figures`) into metrics. Labels are the job, its nodes, and words
-of closed sets: never an iteration.
+`families` turns the figures (`wrapper.sinks.figures`) into metrics. Labels are the job, its nodes, and words from
+closed sets; an iteration is never a label.
 
-The textfile is replaced every few seconds while something changes, never written in place. It keeps the job's last
-state after the job has ended; node_exporter's own `node_textfile_mtime_seconds` shows how old it is.
+While something changes, the textfile is replaced every few seconds, never written in place. After the job has ended it
+keeps the job's last state; node_exporter's own `node_textfile_mtime_seconds` shows the age of the file.
 """
 
 from __future__ import annotations
@@ -31,16 +31,18 @@ if TYPE_CHECKING:
 
 LOOPBACK_ADDRESS = "127.0.0.1"
 JOB_LABEL = "job_id"
-"""The label of each metric that names the job. Not `job`: Prometheus uses that for the scraped target."""
+"""Label of each metric that identifies the job. The name is not `job`, as Prometheus uses that for the scraped
+target."""
 WRITE_EVERY_S = 5.0
 MAX_CONNECTIONS = 8
 REQUEST_TIMEOUT_S = 5.0
-"""How long a client of the page may be silent."""
+"""How long a client of the page may be silent before it is disconnected."""
 MAX_LABEL_CHARACTERS = 128
 MAX_WAITING_RECORDS = 1024
-"""Limit on waiting records, up to which their lost time is computed on request; above it, by a separate thread."""
+"""Number of unprocessed records up to which the lost time is computed during a request; for more records, a separate
+thread computes it."""
 REST_S = 0.005
-"""How long that thread rests after each few milliseconds of work."""
+"""How long the separate thread sleeps after each few milliseconds of work."""
 JOB_STATES = ("running", "completed", "failed", "cancelled", "abnormal")
 DETECTOR_STATES = ("warming up", "workload", "iterations", "plain times")
 REPLACEMENT_STATES = ("asked", "pending", "running", "joined", "refused", "cancelled", "ended")
@@ -52,12 +54,12 @@ _log = logging.getLogger("resihp.listeners")
 # --- as metrics -----------------------------------------------------------------------------------------------------
 
 Outside = Callable[[], Mapping[str, float]]
-"""Figures that are not in the journal: `telemetry_dropped`, `ledger_behind` and `HOOK.OUTCOME`; unknown ones are left
-out."""
+"""Function that returns figures that are not in the journal: `telemetry_dropped`, `ledger_behind` and `HOOK.OUTCOME`.
+Unknown figures are left out."""
 
 
 class _Families:
-    """Creates metric families of one job; an unknown value creates none."""
+    """Creates the metric families of one job. A value of None creates no family."""
 
     def __init__(self, job: str) -> None:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -83,8 +85,8 @@ class _Families:
     def histogram(
         self, name: str, text: str, bounds: Sequence[float], counts: Sequence[int], sum_: float
     ) -> Iterator[Metric]:
-        """`counts`: by the upper `bounds`, and one more for all larger values. The family exists even before the first
-        value."""
+        """Yield a histogram. `counts`: number of values in the bucket below each upper bound, and last the number of
+        values above all bounds. The family exists even before the first value."""
         family = self._histogram(f"resihp_{name}", text, labels=[JOB_LABEL])
         counted = list(zip([*map(str, bounds), "+Inf"], accumulate(counts), strict=True))
         family.add_metric([self._job], counted, sum_)
@@ -93,7 +95,7 @@ class _Families:
     def _by(
         self, kind: type[Any], name: str, text: str, labels: Sequence[str], values: Mapping[Any, float]
     ) -> Iterator[Metric]:
-        """Create one sample for each key, which is one label value or a tuple of them."""
+        """Create one sample for each key of `values`; a key is one label value or a tuple of label values."""
         family = kind(f"resihp_{name}", text, labels=[JOB_LABEL, *labels])
         for key, value in values.items():
             parts = key if isinstance(key, tuple) else (key,)
@@ -104,7 +106,7 @@ class _Families:
 def families(
     figures: Figures, now: float, outside: Mapping[str, float], lost_s: Mapping[str, float] | None = None
 ) -> Iterator[Metric]:
-    """Yield all metrics of a job; unknown ones are left out. `lost_s`: seconds by cause."""
+    """Yield all metrics of a job whose values are known. `lost_s`: lost seconds by cause; None while unknown."""
     make = _Families(figures.job)
     yield from _progress(make, figures, now)
     if lost_s is not None:
@@ -149,7 +151,7 @@ def _progress(make: _Families, figures: Figures, now: float) -> Iterator[Metric]
     yield from make.gauge("validation_loss", "Loss of the last evaluation.", figures.validation_loss)
     yield from make.counter("iterations", "Committed iterations.", figures.iterations)
     yield from make.counter("tokens", "Tokens of committed iterations.", figures.tokens)
-    # Without iterations of unknown time: they count as the median, which can fall, and a counter must not.
+    # Without iterations of unknown time: they count as the median, which can decrease, and a counter must not.
     useful_s = (figures.known_us - figures.unused_us) / 1e6
     yield from make.counter(
         "useful_seconds", "Seconds that committed iterations would have taken on all requested devices.", useful_s
@@ -213,19 +215,20 @@ def _disturbances(make: _Families, figures: Figures) -> Iterator[Metric]:
 
 
 def label(text: str) -> str:
-    """Return a label value that can be encoded and is not too long; quotes and line breaks are escaped when it is
-    written.
+    """Return the text as a label value: shortened, and with characters that cannot be encoded replaced by question
+    marks.
 
-    Lone surrogates, which file names may hold, become question marks.
+    Quotes and line breaks are escaped later, when the metrics are written. Lone surrogates come from file names.
     """
     return text.replace("\0", "").encode("utf-8", "replace").decode()[:MAX_LABEL_CHARACTERS]
 
 
 class Metrics:
-    """A listener of the journal (`wrapper.sinks.fanout`) that Prometheus can ask. Safe to use from several threads.
+    """A listener of the journal (`wrapper.sinks.fanout`) that keeps the metrics of a job. Safe to use from several
+    threads.
 
-    `past`: figures under the leaders before us, and `records` their journal. Nothing is served or written before
-    `serve` and `write_to`.
+    Metrics are served only after `serve`, and written only after `write_to`. `past`: the figures under earlier leaders;
+    `records`: the journal records under earlier leaders.
     """
 
     def __init__(
@@ -256,7 +259,8 @@ class Metrics:
             self._textfile.changed.set()
 
     def close(self, deadline: float) -> bool:
-        """Write the last state, and stop serving."""
+        """Write the last state to the textfile, and stop serving. Returns False if the file could not be written in
+        time."""
         written = self._textfile.close(deadline) if self._textfile is not None else True
         if self._server is not None:
             self._server.shutdown()
@@ -266,7 +270,7 @@ class Metrics:
     def collect(self) -> list[Metric]:
         """Return all metrics, for a registry of prometheus_client."""
         outside = self._outside()
-        with self._lock:  # kept short, because `submit` waits for it
+        with self._lock:  # as short as possible, because `submit` waits for the lock
             figures = snapshot(self._figures)
         return list(families(figures, self._clock(), outside, self._lost.by_cause()))
 
@@ -277,7 +281,7 @@ class Metrics:
         return generate_latest(self._registry())
 
     def serve(self, port: int) -> int | None:
-        """Serve the page on loopback; return its port, or None, with a report, if the port is taken."""
+        """Serve the page on loopback and return its port. If the port is not available, report that and return None."""
         try:
             self._server = _Page((LOOPBACK_ADDRESS, port), self._registry())
         except OSError as error:
@@ -290,7 +294,7 @@ class Metrics:
         return int(self._server.server_port)
 
     def write_to(self, path: Path) -> None:
-        """Keep this file up to date, from a thread of its own."""
+        """Keep this textfile up to date, from a separate thread."""
         self._textfile = _Textfile(path, self.text, self._say)
 
     def _registry(self) -> CollectorRegistry:
@@ -302,10 +306,10 @@ class Metrics:
 
 
 class _LostTimeInBackground:
-    """`LostTime` in the background: processing many records takes a while, and `submit` must not wait for it.
+    """`LostTime` in the background: `submit` must not wait while many records are processed.
 
-    No value is returned until a long past is processed: counters that suddenly rise by all of it would look like a
-    present loss.
+    No value is returned until all earlier records are processed: a counter that suddenly rose by the past losses would
+    look like a present loss.
     """
 
     def __init__(self, past: Iterable[journal.Record]) -> None:
@@ -351,7 +355,8 @@ class _LostTimeInBackground:
 
 
 class _Page(ThreadingHTTPServer):
-    """The page. Serves a few connections at a time: anybody on this machine can connect, and each costs a thread."""
+    """The HTTP server of the page. It serves only a few connections at a time, since any user of this machine can
+    connect and each connection costs a thread."""
 
     def __init__(self, address: tuple[str, int], registry: CollectorRegistry) -> None:
         from prometheus_client import MetricsHandler
@@ -379,7 +384,7 @@ class _Page(ThreadingHTTPServer):
 
 
 class _Textfile:
-    """Replaces a file when something has changed, every `WRITE_EVERY_S` at most."""
+    """A file that is replaced in the background after changes, at most every `WRITE_EVERY_S`."""
 
     def __init__(self, path: Path, text: Callable[[], bytes], say: Callable[[str], None]) -> None:
         self.changed = threading.Event()
@@ -388,7 +393,7 @@ class _Textfile:
         self._say = say
         self._closing = threading.Event()
         self._failing = False
-        # A daemon, because a file system that hangs must not keep the process from ending.
+        # A daemon thread, so that a file system that hangs cannot keep the process from exiting.
         self._thread = threading.Thread(target=self._run, name="metrics textfile", daemon=True)
         self.changed.set()
         self._thread.start()
@@ -423,22 +428,23 @@ class _Textfile:
             self._report(f"metrics: {self._path}: writable again")
 
     def _report(self, text: str) -> None:
-        with suppress(RuntimeError):  # the event loop has ended
+        with suppress(RuntimeError):  # raised if the event loop has ended
             self._say(text)
 
 
 def replace_readable(path: Path, content: bytes) -> None:
-    """Write a file that others may read (node_exporter is another user), whole or not at all. Raises OSError.
+    """Write a file that other users may read (node_exporter runs as another user), completely or not at all. Raises
+    OSError.
 
-    Its temporary name does not end with .prom, so that node_exporter ignores it.
+    The name of the temporary file does not end with .prom, so that node_exporter ignores it.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with suppress(FileNotFoundError):
-        temporary.unlink()  # left by a process that was killed here
+        temporary.unlink()  # of a process that was killed while writing
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(file.fileno(), 0o644)  # whatever our umask is
+            os.fchmod(file.fileno(), 0o644)  # independent of our umask
             file.write(content)
         temporary.replace(path)
     except OSError:

@@ -1,9 +1,9 @@
 """Writes a job's progress to a small file in its folder (`job_files.ProgressFile`), so that `resihp jobs` need not open
-the ledger; and the id of the job's journal to job.json.
+the ledger. Also writes the job's id to job.json.
 
-Listens to the journal (`wrapper.sinks.fanout`). A thread of its own replaces the file, at most every `WRITE_EVERY_S`,
-so that nothing waits for a folder that hangs. Nothing depends on the file: a failed write is logged once, and readers
-that find the file old ask the ledger.
+Listens to the journal (`wrapper.sinks.fanout`). A separate thread replaces the file, at most every `WRITE_EVERY_S`, so
+that nothing else waits for a folder that hangs. Nothing depends on the file: a failed write is logged once, and readers
+that find the file too old read the ledger.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger("resihp.progress")
 
 
 def after(progress: ProgressFile, record: journal.Record) -> ProgressFile:
-    """Return the progress after one record."""
+    """Return the progress after the next record."""
     match record.entry:
         case journal.JobStarted() as entry:
             return msgspec.structs.replace(progress, nodes=entry.nodes, gpus_per_node=entry.gpus_per_node)
@@ -50,7 +50,7 @@ def after(progress: ProgressFile, record: journal.Record) -> ProgressFile:
 
 
 class ProgressFileWriter:
-    """A listener that writes the file. `past`: the records of the leaders before us."""
+    """A listener that writes the progress file. `past`: the records written under earlier leaders."""
 
     def __init__(
         self,
@@ -60,10 +60,11 @@ class ProgressFileWriter:
         history: JobHistory | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`history`: shared with other listeners, or None."""
+        """Start the thread that writes the file. `history`: the job's history, shared with other listeners; None to
+        build one."""
         self._job = job
         self._uuid = ""
-        """Id of the job, from the first record of its journal; empty once job.json has it."""
+        """The job's id, from the first record of its journal; empty once it is written to job.json."""
         self._clock = clock
         self._progress = ProgressFile(began_at=0.0, written_at=0.0, nodes=0, gpus_per_node=0)
         self._history = history or JobHistory()
@@ -75,7 +76,7 @@ class ProgressFileWriter:
         self._failed = False
         if past:
             self._changed.set()
-        # A daemon, because a thread that hangs must not keep the supervisor's process from ending.
+        # A daemon thread, so that a file system that hangs cannot keep the supervisor from exiting.
         self._thread = threading.Thread(target=self._run, name="progress file", daemon=True)
         self._thread.start()
 
@@ -86,7 +87,7 @@ class ProgressFileWriter:
             self._changed.set()
 
     def close(self, deadline: float) -> None:
-        """Stop writing: once a job is over, the registry knows more."""
+        """Stop writing. The last state need not be written, as the registry has the job's end."""
         self._closing.set()
         self._changed.set()
 
@@ -111,7 +112,7 @@ class ProgressFileWriter:
 
     def _write(self) -> None:
         try:
-            if self._began_at is None:  # read here, in the thread, since files may hang
+            if self._began_at is None:  # read in this thread, since the file system may hang
                 self._began_at = self._job.read().created_at
             if self._uuid:
                 self._job.set_uuid(self._uuid)

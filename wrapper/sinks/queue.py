@@ -1,8 +1,8 @@
-"""A thread that does slow or unreliable work beside the job: one item after the other, from a bounded queue.
+"""A thread that does slow or unreliable work beside the job, item by item, from a bounded queue.
 
-Used by listeners that notify others of the job (`wrapper.sinks.hooks`, `wrapper.sinks.tensorboard`). The supervisor
-only adds items; when too many wait, the oldest is dropped and counted. A failure is reported once, and the first
-success after it as well. Decides nothing about the job.
+Used by listeners that send a job's events elsewhere (`wrapper.sinks.hooks`, `wrapper.sinks.tensorboard`). The
+supervisor only adds items. If the queue is full, the oldest item is dropped and counted. The first of several failures
+is reported, and the first success after them. Decides nothing about the job.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Item = TypeVar("_Item")
 
 
 class UndeliveredError(ResihpError):
-    """An item of work that failed; the message holds no secret. `again`: trying again may help."""
+    """An item of work failed. The message contains no secret. `again`: whether another attempt may succeed."""
 
     def __init__(self, text: str, *, again: bool = True) -> None:
         super().__init__(text)
@@ -32,11 +32,11 @@ class UndeliveredError(ResihpError):
 
 
 class BackgroundQueue(Generic[_Item]):
-    """The queue and its thread. `put` may be called from any thread and never waits. `work` does one item, in our
-    thread; it raises UndeliveredError or OSError if it fails.
+    """A bounded queue and the thread that works it off. `put` never waits, and may be called from any thread.
 
-    `pauses_s`: pauses between tries of one item, so there is one more try than pauses. `say` gets reports of failures,
-    from our thread. `closing` is set once only the time until the deadline is left.
+    `work` processes one item, in the queue's thread; it raises UndeliveredError or OSError if it fails. `pauses_s`: the
+    pauses between attempts for one item; there is one more attempt than pauses. `say` reports failures, from the
+    queue's thread. `closing` is set by `close`: work must then end by the deadline.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class BackgroundQueue(Generic[_Item]):
     ) -> None:
         self.name = name
         self.done = self.failed = self.dropped = 0
-        """Number of items by outcome, each counted once, after its last try."""
+        """Number of items by outcome. Each item is counted once, after its last attempt."""
         self.closing = threading.Event()
         self._work = work
         self._say = say
@@ -61,7 +61,7 @@ class BackgroundQueue(Generic[_Item]):
         self._wake = threading.Event()
         self._deadline = float("inf")
         self._failing = False
-        # A daemon, because a thread that hangs must not keep the supervisor's process from ending.
+        # A daemon thread, so that work that hangs cannot keep the supervisor from exiting.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -74,7 +74,7 @@ class BackgroundQueue(Generic[_Item]):
         self._wake.set()
 
     def close(self, deadline: float) -> bool:
-        """Work until that moment (monotonic seconds); return False if items are left then."""
+        """Work on the remaining items until `deadline` (monotonic seconds); return False if items are left."""
         self._deadline = deadline
         self.closing.set()
         self._wake.set()
@@ -126,5 +126,5 @@ class BackgroundQueue(Generic[_Item]):
             self._report(f"{self.name}: {text}; not reported again until it works, the job continues")
 
     def _report(self, text: str) -> None:
-        with suppress(RuntimeError):  # the event loop has ended
+        with suppress(RuntimeError):  # raised if the event loop has ended
             self._say(text)

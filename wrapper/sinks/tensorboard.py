@@ -1,6 +1,7 @@
-"""Writes scalars of committed iterations for TensorBoard, where its package is installed; one run for each job.
+"""Writes scalars of committed iterations for TensorBoard, one TensorBoard run for each job. Needs the package
+tensorboard.
 
-Listens to the journal (`wrapper.sinks.fanout`), writes in a thread of its own. Decides nothing about the job.
+Listens to the journal (`wrapper.sinks.fanout`) and writes in a separate thread. Decides nothing about the job.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from wrapper.sinks.figures import Figures, follow, snapshot
 from wrapper.sinks.queue import BackgroundQueue
 
 Scalar = tuple[str, float, int, float]
-"""Tag, value, iteration, UTC in seconds since 1970."""
+"""(tag, value, iteration, time in UTC seconds since 1970)."""
 
 
 def check() -> None:
@@ -28,7 +29,7 @@ def check() -> None:
 
 
 def scalars(figures: Figures, record: journal.Record) -> Iterator[Scalar]:
-    """Yield the scalars of a record, after `figures` have followed it."""
+    """Yield the scalars of a record. `figures` must have followed the record already."""
     entry = record.entry
     if isinstance(entry, journal.EvaluationDone):
         yield "validation_loss", entry.loss, entry.iteration, record.at
@@ -50,8 +51,8 @@ def scalars(figures: Figures, record: journal.Record) -> Iterator[Scalar]:
 
 
 class TensorBoard:
-    """A listener that writes scalars. `past`: figures under the leaders before us, whose scalars are already
-    written."""
+    """A listener that writes scalars. `past`: the figures under earlier leaders, which have already written those
+    scalars."""
 
     def __init__(
         self,

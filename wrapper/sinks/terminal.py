@@ -1,10 +1,10 @@
-"""The display of `resihp run` while training runs: a panel on a terminal, plain lines elsewhere, on stderr.
+"""The display of `resihp run` while training runs, on stderr: a panel on a terminal, plain lines elsewhere.
 
-Each line begins with its time (UTC, as in the ledger); a message comes after the iterations that were committed before
-it. If a script does not train with resihp, the output of its rank 0 goes to stdout unchanged, or above the panel: such
-a script is recognised once its ranks have met by themselves, or have not declared a model for long. The supervisor
-passes in all that it journals and receives. Only displays; an error here (odd input, a terminal that is gone) is
-counted and never reaches the supervisor.
+Each line begins with its time (UTC, as in the ledger). A message follows the iterations that were committed before it.
+If the script does not train with resihp, the output of its rank 0 goes to stdout unchanged, or above the panel. A
+script counts as such once its ranks have formed a process group of their own, or have declared no model for a long
+time. The supervisor passes in everything that it journals and receives. This module only displays: an error in it, such
+as odd input or a closed terminal, is counted and never reaches the supervisor.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ if TYPE_CHECKING:
 
 Level = Literal["progress", "notice", "warning", "error"]
 MIN_TEXT_COLUMNS = 20
-"""Fewest columns for the words of a message, on any terminal."""
+"""Smallest width, in columns, of a message's text, even on a narrow terminal."""
 LINE_EVERY_S = 1.0
 FRAME_EVERY_S = 0.2
 ECHO_MARGIN_COLUMNS = 6
-"""Columns left free beside the panel: a terminal that echoes ^C there begins no new line, and Rich, which counts lines,
-erases all of the panel."""
+"""Columns that stay free beside the panel. A terminal echoes ^C into these columns instead of beginning a new line;
+otherwise Rich, which counts lines, could not erase the whole panel."""
 START_REPORT_EVERY_S = 15.0
-"""Time between two reports of how far the start has come."""
+"""Seconds between two reports on the progress of the start."""
 HOLD_OUTPUT_S = 30.0
-"""How long output of rank 0 is held back while it is unknown whether its script trains with resihp."""
+"""How long, in seconds, output of rank 0 is held back while it is unknown whether the script trains with resihp."""
 MAX_HELD_LINES = 10_000
-"""Number of lines that are held back; the first ones are dropped, and their number is reported."""
+"""Most lines of output that are held back; of more lines, the first are dropped and their number is reported."""
 ITERATIONS_AFTER_FAILURE = 3
-"""Iterations that are shown one by one after a failure, however fast they are."""
+"""Number of iterations after a failure that are shown one by one, however fast they are."""
 _STYLES: Mapping[Level, str] = {"progress": "", "notice": "cyan", "warning": "yellow", "error": "bold red"}
 
 P = ParamSpec("P")
@@ -59,7 +59,7 @@ P = ParamSpec("P")
 def _quiet(
     method: Callable[Concatenate[LiveView, P], None],
 ) -> Callable[Concatenate[LiveView, P], None]:
-    """Wrap a method so that an error of the display never stops the job. Rich raises SystemExit for a closed pipe."""
+    """Wrap a method so that an error in the display never stops the job. Rich raises SystemExit if a pipe is closed."""
 
     @functools.wraps(method)
     def guarded(self: LiveView, /, *arguments: P.args, **named: P.kwargs) -> None:
@@ -72,7 +72,8 @@ def _quiet(
 
 
 class LiveView:
-    """Call `entry`, `say`, `report`, `beats` as things happen, `tick` a few times a second, `close` at the end."""
+    """The live display of a job. The supervisor calls `entry`, `say`, `report` and `beats` as events occur, `tick` a
+    few times a second, and `close` at the end."""
 
     def __init__(
         self,
@@ -83,17 +84,17 @@ class LiveView:
         wall_clock: Callable[[], float] = time.time,
         past: Iterable[journal.Record] = (),
     ) -> None:
-        """`console` writes to stderr; `clock` gives monotonic seconds, `wall_clock` seconds since 1970; `past`: records
-        of the leaders before us."""
+        """Prepare the display. `console` writes to stderr; `clock` returns monotonic seconds, `wall_clock` seconds
+        since 1970; `past`: the records written under earlier leaders."""
         self.errors = 0
-        """Number of calls that failed."""
+        """Number of calls of this class that failed."""
         self._console = console
         self._settings = settings
         self._clock = clock
         self._wall_clock = wall_clock
         self._history = JobHistory()
         self._stopped: dict[str, set[int]] = {}
-        """Ranks whose processes are stopped, by node, from the last heartbeat of each."""
+        """Ranks whose processes are stopped (SIGSTOP), by node, from the last heartbeat of each node."""
         self._last: journal.IterationCommitted | None = None
         self._last_at = 0.0
         self._next, self._goal = 1, 0
@@ -130,7 +131,7 @@ class LiveView:
 
     @_quiet
     def entry(self, record: journal.Record) -> None:
-        """Show a journal record that was just written."""
+        """Show a journal record that has just been written."""
         entry = record.entry
         self._dirty = True
         self._follow(record)
@@ -158,7 +159,7 @@ class LiveView:
         self._draw()
 
     def _follow(self, record: journal.Record) -> None:
-        """Update the state with one record, without showing anything."""
+        """Update the state with one record, and show nothing."""
         entry = record.entry
         self._history.follow(record)
         match entry:
@@ -174,7 +175,7 @@ class LiveView:
 
     @_quiet
     def report(self, rank: int, stepped: Stepped) -> None:
-        """Count one rank's step; between commits the panel shows how many ranks have stepped."""
+        """Count the step of one rank. Between commits, the panel shows the number of ranks that have stepped."""
         iteration = stepped.outcome.iteration
         self._reports[iteration] = self._reports.get(iteration, 0) + 1
         while len(self._reports) > 4:
@@ -183,7 +184,7 @@ class LiveView:
 
     @_quiet
     def beats(self, node: str, beat: Beat) -> None:
-        """Take a node's heartbeat; a stopped process is shown as suspected."""
+        """Update the state from a node's heartbeat: a rank whose process is stopped is shown as suspected."""
         if beat.met and not self._plain:
             self._plain = True
             self._show_output()
@@ -194,7 +195,7 @@ class LiveView:
 
     @_quiet
     def output(self, lines: Sequence[str], left_out: int = 0) -> None:
-        """Show output of rank 0; `left_out`: the number of lines before it that cannot be shown."""
+        """Show output of rank 0. `left_out`: number of lines before it that were dropped."""
         if self._trains:
             return
         if self._held_since is None:
@@ -206,7 +207,7 @@ class LiveView:
 
     @_quiet
     def tick(self) -> None:
-        """Refresh the display; called regularly."""
+        """Refresh the display. The supervisor calls this a few times a second."""
         if self._held_since is not None and self._clock() - self._held_since > HOLD_OUTPUT_S:
             self._show_output()
         self._show_start()
@@ -214,7 +215,7 @@ class LiveView:
 
     @_quiet
     def close(self) -> None:
-        """Show the last iteration, and leave the terminal as it was."""
+        """Show the last iteration, and restore the terminal."""
         self._show_last()
         self._show_output()
         live, self._live = self._live, None
@@ -222,7 +223,8 @@ class LiveView:
             live.stop()
 
     def _show_output(self) -> None:
-        """Write held output; of a line that was overwritten, such as a progress bar, only its last state."""
+        """Write the output that was held back. Of a line that was overwritten, such as a progress bar, only the last
+        state is written."""
         lines = [line.rpartition("\r")[2] for line in self._held]
         self._held.clear()
         if not lines:
@@ -243,7 +245,7 @@ class LiveView:
     # --- display -----------------------------------------------------------------------------------------------
 
     def _line(self, text: str, style: str) -> None:
-        """Show one message, above the panel or as a line."""
+        """Show one message: above the panel, or as a plain line."""
         self._show_last()
         line = literal(text)
         self._event = line.splitlines()[0] if line else ""
@@ -253,7 +255,7 @@ class LiveView:
         when = datetime.fromtimestamp(self._wall_clock() if at is None else at, UTC)
         stamp = f"{when:%m-%d %H:%M:%S} "
         lines = text.splitlines()
-        if self._console.is_terminal:  # words stay whole, even paths that are longer than a line
+        if self._console.is_terminal:  # no word is broken, not even a path that is longer than a line
             width = max(self._console.width - len(stamp), MIN_TEXT_COLUMNS)
             whole = functools.partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False)
             lines = [part for line in lines for part in whole(line)]
@@ -261,12 +263,12 @@ class LiveView:
         self._console.print(Text(stamp).append_text(message), soft_wrap=True)
 
     def _show_start(self) -> None:
-        """Report at intervals, until the first iteration, which nodes and workers are present: the start may take
-        minutes."""
+        """Report at intervals which nodes and workers have joined, until the first iteration, because the start may
+        take minutes."""
         now = self._clock()
         if self._live is not None or self._last is not None or now - self._waited_since < START_REPORT_EVERY_S:
             return
-        if self._plain:  # no iteration will come
+        if self._plain:  # no iteration is expected
             return
         self._waited_since = now
         joined = sum(node.joined_at is not None for node in self._history.nodes.values())
@@ -274,7 +276,7 @@ class LiveView:
         self._line(f"waiting for the first iteration: {nodes}, {self._started()}", "")
 
     def _show_idle_gpus(self, further: str = "") -> None:
-        """Report idle GPUs when the first plan takes effect, and at the end."""
+        """Report idle GPUs, when the first plan takes effect and at the end of the job."""
         if line := IdleGpus(self._history).line():
             self._line(f"{line}{further}", _STYLES["warning"])
 
@@ -284,7 +286,8 @@ class LiveView:
         return f"{started} of {total} workers have started"
 
     def _recovered(self, entry: journal.Reconfigured, at: float) -> str:
-        """Describe a recovery: total time since the failure as in `JobHistory.recovery`, and its phases."""
+        """Describe a recovery: the total time since the failure, as in `JobHistory.recovery`, and the time of each
+        phase."""
         plan = self._history.shown_plan
         layout = plan.layout.describe() if plan is not None else f"epoch {entry.epoch}"
         after_last_iteration = 0 < self._goal < self._next
@@ -301,7 +304,7 @@ class LiveView:
         decided_s, without_s = entry.park_s + entry.plan_s, entry.seconds
         if mended is not None:
             without_s = mended.seconds_without_noticing
-            decided_s += max(without_s - entry.seconds, 0.0)  # time to decide before training was interrupted
+            decided_s += max(without_s - entry.seconds, 0.0)  # deciding before training was interrupted
         phases = [
             ("decided in", decided_s),
             ("moved in", entry.groups_s + entry.state_s),
@@ -324,7 +327,7 @@ class LiveView:
             self._show_last()
 
     def _show_last(self) -> None:
-        """Show the last iteration if it was not shown yet, with the time of its commit, which may be long ago."""
+        """Show the last iteration unless it was shown already, with the time of its commit, which may be long ago."""
         if self._last is not None and self._printed != self._last.outcome.iteration:
             self._printed = self._last.outcome.iteration
             self._printed_at = self._clock()
@@ -367,7 +370,7 @@ class LiveView:
 
 
 def iteration_line(entry: journal.IterationCommitted) -> str:
-    """Return `iteration 12  loss 4.0312  18.2k tokens/s  0.45 s`."""
+    """Format a committed iteration: `iteration 12  loss 4.0312  18.2k tokens/s  0.45 s`."""
     outcome = entry.outcome
     parts = [f"iteration {outcome.iteration}", f"loss {outcome.loss:.4f}"]
     if entry.seconds:

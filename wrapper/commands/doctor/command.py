@@ -33,7 +33,7 @@ UNHEALTHY_EXIT_CODE = 3
 DEFAULT_TIMEOUT_S = 30.0
 """Default timeout of a check, in seconds."""
 TIMEOUT_FACTORS = {"torch": 3, "nodes": 3}
-"""Factors on the timeout for checks that start large programs, or programs on all nodes."""
+"""Factors by which the timeout is longer for checks that start large programs, or programs on all nodes."""
 
 _log = logging.getLogger("resihp.doctor")
 
@@ -112,7 +112,7 @@ def here(job_file: Path | None = None) -> dict[str, Check]:
 
 
 def _nodes_of(job_file: Path | None) -> int:
-    """Return the number of nodes of this allocation, or of the configured job with its spares."""
+    """Return the number of nodes of this allocation, or else of the configured job, including its spares."""
     from wrapper.config.sources import read
 
     if allocated := os.environ.get("SLURM_NNODES"):
@@ -125,7 +125,8 @@ def _nodes_of(job_file: Path | None) -> int:
 
 
 def run(checks_by_name: Mapping[str, Check], timeout_s: float) -> list[CheckResult]:
-    """Run all checks at once, each in a thread; a check that exceeds its time is unknown, and its thread abandoned."""
+    """Run all checks at once, each in a thread. A check that exceeds its timeout is unknown, and its thread is
+    abandoned."""
     results: dict[str, list[CheckResult]] = {}
 
     def look(name: str, check: Check) -> None:

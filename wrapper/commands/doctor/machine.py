@@ -24,18 +24,20 @@ from resihp.words import count_of
 
 Outcome = Literal["ok", "warning", "failed", "skipped", "unknown"]
 FILES_PER_NODE, OTHER_FILES = 3, 256
-"""File descriptors that a supervisor needs: per node (an agent's connection, one that replaces it, and one that has not
-yet proven the key), and for everything else. An agent that takes part in an election needs no more than a supervisor of
-a small job."""
+"""Numbers of file descriptors that a supervisor needs: for each node (the agent's connection, a connection that
+replaces it, and one that has not yet proven the key), and for everything else. An agent in an election needs no more
+than the supervisor of a small job."""
 SOMAXCONN_FILE = Path("/proc/sys/net/core/somaxconn")
 SUBPROCESS_TIMEOUT_S = 60.0
 VISIBLE_DEVICES = Path("/dev")
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the report. `advice`: the command to type or setting to change. `nodes`: empty for this machine.
+    """One line of the report. `advice`: the command to type, or the setting to change. `nodes`: the nodes that it is
+    about; empty for this machine.
 
-    `skipped`: the check does not apply, or is not possible from here, as the text says; `unknown`: no answer.
+    Outcome `skipped`: the check does not apply, or is not possible from here, as the text says. Outcome `unknown`: the
+    check got no answer.
     """
 
     check: str
@@ -90,7 +92,7 @@ def _version(name: str) -> str | None:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Return the first three numbers of a version."""
+    """Return the first three numbers of a version such as `2.10.0`."""
     return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
 
 
@@ -132,7 +134,7 @@ def gpus() -> Iterator[CheckResult]:
 
 
 def _judge_gpus(rows: list[list[str]]) -> CheckResult:
-    """Return the finding on the GPUs that nvidia-smi lists, each with the values of `_QUERY`."""
+    """Return the result for the GPUs that nvidia-smi lists. A row has the values of `_QUERY` for one GPU."""
     kinds = {(row[1], row[2], row[3]) for row in rows}
     name, mib, driver = sorted(kinds)[0]
     memory = f"{int(mib) / 1024:.0f} GiB" if mib.isdigit() else mib
@@ -152,7 +154,8 @@ def _judge_gpus(rows: list[list[str]]) -> CheckResult:
 
 
 def _nvml() -> str:
-    """Return whether NVML answers, for the line about GPUs; empty if its Python package is not installed."""
+    """Return text on whether NVML answers, for the line about GPUs; empty if the Python package for NVML is not
+    installed."""
     try:
         import pynvml  # type: ignore[import-not-found,unused-ignore]  # where it is installed
     except ImportError:
@@ -187,7 +190,8 @@ def limits(nodes: int = 1) -> Iterator[CheckResult]:
 
 
 def _open_files(nodes: int) -> Iterator[CheckResult]:
-    """Check the hard limit, to which supervisor and agents raise the soft one (`resihp.process.raise_open_files`)."""
+    """Check the hard limit of open files, because supervisor and agents raise the soft limit to it
+    (`resihp.process.raise_open_files`)."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = FILES_PER_NODE * nodes + OTHER_FILES
     text = f"{_limit(hard)} at most"
@@ -204,7 +208,7 @@ def _limit(value: int, unit: str = "") -> str:
 
 
 def run_command(argv: list[str], timeout_s: float = SUBPROCESS_TIMEOUT_S) -> subprocess.CompletedProcess[str] | str:
-    """Run a command and return its result; a text with the reason if it did not start or end in time."""
+    """Run a command and return its result; or, if it did not start or did not end in time, a text with the reason."""
     try:
         return subprocess.run(
             argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False

@@ -1,8 +1,9 @@
-"""Checks of `resihp doctor` on all nodes of an allocation: Slurm starts one probe per node, which reports.
+"""Checks of `resihp doctor` on all nodes of an allocation: Slurm starts one probe for each node, and each probe reports
+its results.
 
-A probe prints its findings in one line on stdout and connects back to the doctor, as an agent would to its supervisor:
-this shows that the port can be reached, and both clocks are compared over the connection. A node that does not answer
-is a finding, too. `main` is the probe.
+A probe prints its results in one line on stdout, and connects back to the doctor, as an agent would connect to its
+supervisor. This shows that the port can be reached, and the clocks of both are compared over the connection. A node
+that does not answer is a result, too. `main` is the program of the probe.
 """
 
 from __future__ import annotations
@@ -33,39 +34,39 @@ if TYPE_CHECKING:
     from wrapper.launch.allocation import Allocation
 
 PROBE_PREFIX = "resihp-doctor "
-"""Prefix of a probe's line; other output, such as a node's login messages, is ignored."""
+"""Prefix of the line that a probe prints. Other lines, such as a node's login messages, are ignored."""
 PROBE_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 5.0
 CLOCK_EXCHANGES = 5
 MAX_SKEW_S, MUNGE_SKEW_S = 0.5, 60.0
-"""Clock differences, in seconds. Above the first, times in the ledger jump when another node takes over; above the
-second, munge soon refuses."""
+"""Clock differences between nodes, in seconds. Above the first, times in the ledger jump when another node takes over.
+Above the second, munge will soon refuse the node."""
 ON_NODES = {
     "gpus": gpus,
     "limits": lambda: limits(int(os.environ.get("SLURM_NNODES") or 1)),
     "journal": journal,
 }
-"""Checks of a probe, besides the home, the connection and the clock."""
+"""Checks that a probe runs, in addition to the checks of the home, the connection and the clock."""
 MAX_NODES_NAMED = 8
-"""Most nodes listed by name; of more, three are named and the rest are counted."""
+"""Most nodes that are named in a line. Of more nodes, three are named and the others are counted."""
 
 
 class NodeReport(msgspec.Struct, frozen=True):
-    """Content of one probe's line."""
+    """The content of the line that a probe prints."""
 
     node: str
     findings: tuple[CheckResult, ...]
     home: str
-    """Fault of RESIHP_HOME on that node; empty if it is the same folder as here."""
+    """Fault of RESIHP_HOME on the probe's node; empty if it is the same folder as on this machine."""
     connection: str
-    """Reason why the doctor could not be reached; empty if it was."""
+    """Reason why the probe could not connect to the doctor; empty if it could."""
     version: str
     interfaces: dict[str, str] = {}
     """Network interfaces that are up, with their addresses."""
 
 
 def outside(nodes: int = 2) -> Iterator[CheckResult]:
-    """Yield the finding that nodes are not checked without an allocation."""
+    """Yield a single result: without an allocation, the nodes are not checked."""
     text = "shared folder, clocks, ports and GPUs of the nodes: not checked outside of an allocation"
     yield CheckResult(check="nodes", outcome="skipped", text=text, advice=f"salloc --nodes={nodes} resihp doctor")
 
@@ -80,7 +81,8 @@ def examine(
     interface: str = "",
     timeout_s: float = PROBE_TIMEOUT_S,
 ) -> Iterator[CheckResult]:
-    """Yield findings over all nodes of the allocation. Raises SlurmError if no probe can be started."""
+    """Start the probes and yield the results for all nodes of the allocation. Raises SlurmError if no probe can be
+    started."""
     from wrapper.launch.allocation import addresses, own_address
 
     nodes = allocation.nodes
@@ -107,13 +109,13 @@ def examine(
 
 
 def _leave(note: Path, text: str) -> None:
-    """Create a file; fail if the path exists, so that no link is followed."""
+    """Create a file with this text. Raises an error if the path exists, so that no link is followed."""
     with note.open("x", encoding="utf-8") as file:
         file.write(text)
 
 
 def interfaces_of(wanted: str, reports: Mapping[str, NodeReport]) -> Iterator[CheckResult]:
-    """Check that each node has the interface that `[network] interface` names."""
+    """Check that each node has the network interface that `[network] interface` names."""
     missing_on = {
         node: missing(wanted, report.interfaces)
         for node, report in reports.items()
@@ -125,7 +127,7 @@ def interfaces_of(wanted: str, reports: Mapping[str, NodeReport]) -> Iterator[Ch
 
 
 def _given_gpus(given: int, reports: Mapping[str, NodeReport]) -> Iterator[CheckResult]:
-    """Yield a warning for nodes that show none of the GPUs that Slurm gave the job."""
+    """Yield a warning about nodes on which no GPU is visible although Slurm gave GPUs to the job."""
     blind = [
         node
         for node, report in reports.items()
@@ -138,7 +140,7 @@ def _given_gpus(given: int, reports: Mapping[str, NodeReport]) -> Iterator[Check
 
 
 def read(output: str, nodes: Sequence[str]) -> dict[str, NodeReport]:
-    """Return the probes' reports by node, in the order of `nodes`; other lines are ignored."""
+    """Return the reports of the probes by node, in the order of `nodes`. Lines that are not reports are ignored."""
     reports = {}
     for line in output.splitlines():
         if line.startswith(PROBE_PREFIX):
@@ -156,9 +158,9 @@ def judge(
     skews: Mapping[str, tuple[float, float]],
     home: Path,
 ) -> Iterator[CheckResult]:
-    """Yield the findings that follow from all reports.
+    """Yield the results that follow from the reports of all nodes.
 
-    `skews`: seconds by which a node's clock is ahead of ours, and the error of that measurement in seconds.
+    `skews`: for each node, the seconds by which its clock is ahead of ours, and the measurement error in seconds.
     """
     silent = [node for node in nodes if node not in reports]
     if silent:
@@ -214,13 +216,14 @@ def _clocks(skews: Mapping[str, tuple[float, float]]) -> Iterator[CheckResult]:
 
 
 def _of_machines(reports: Mapping[str, NodeReport]) -> Iterator[CheckResult]:
-    """Yield the findings of each node's own checks, equal ones as one line; warn if nodes have different GPUs."""
+    """Yield the results of the checks that each node ran; equal results of several nodes are one line. Yields a warning
+    if nodes have different GPUs."""
     alike: dict[tuple[str, str, str, str], list[str]] = {}
     for node, report in reports.items():
         for finding in report.findings:
             text = finding.text
             if finding.check == "journal":
-                text = text.partition(",")[0]  # free space and milliseconds differ everywhere
+                text = text.partition(",")[0]  # free space and milliseconds differ between all nodes
             key = (finding.check, finding.outcome, text, finding.advice)
             alike.setdefault(key, []).append(node)
     for (check, outcome, text, advice), nodes in alike.items():
@@ -243,15 +246,17 @@ def _by_text(
 
 
 def node_names(nodes: Sequence[str]) -> str:
-    """Return the names of nodes, or of many the first three and the number of the rest."""
+    """Return the names of the nodes; of many nodes, three names and the number of the others."""
     return ", ".join(nodes) if len(nodes) <= MAX_NODES_NAMED else f"{', '.join(nodes[:3])} and {len(nodes) - 3} more"
 
 
 class ClockCheck:
-    """Context manager that listens for probes and compares clocks with each: `skews` by node."""
+    """Context manager that accepts connections from probes and compares clocks over them. `skews` has the results by
+    node."""
 
     def __init__(self, host: str, now: Callable[[], float] = time.time, ports: Ports | None = None) -> None:
-        """Listen on `host`. `ports`: the range that a job would listen in, and that must be open between nodes."""
+        """Listen on `host`. `ports`: the range that a job would use, and that must be open between nodes; None for any
+        port."""
         self.skews: dict[str, tuple[float, float]] = {}
         self.host = host
         self._now = now
@@ -266,7 +271,7 @@ class ClockCheck:
 
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
         self._listener.close()
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         for thread in (self._thread, *self._talks):
@@ -278,7 +283,7 @@ class ClockCheck:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            # A probe that stalls must not delay the others.
+            # A probe that hangs must not delay the other probes.
             talk = threading.Thread(target=self._talk, args=(connection,), name="doctor clock", daemon=True)
             self._talks.append(talk)
             talk.start()
@@ -290,7 +295,8 @@ class ClockCheck:
             self._compare(connection)
 
     def _compare(self, connection: socket.socket) -> None:
-        """Keep the skew of the fastest exchange, which is the most exact: the node read its clock between our two."""
+        """Measure the clock difference several times, and keep the fastest exchange, which is the most accurate: the
+        node read its clock between our two readings."""
         length = _exactly(connection, 1)[0]
         node = _exactly(connection, length).decode()
         best = (0.0, float("inf"))

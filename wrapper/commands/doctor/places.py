@@ -35,7 +35,7 @@ from wrapper.strict_modes import check_above, check_folder
 
 MIN_FREE_BYTES = 1 << 30
 MAX_SYNC_S = 0.05
-"""Seconds that a flush may take without a warning; every decision waits for a flush of the journal."""
+"""Seconds that a flush to disk may take without a warning. Every decision of a job waits for a flush of its journal."""
 
 
 def home() -> Iterator[CheckResult]:
@@ -60,7 +60,7 @@ def home() -> Iterator[CheckResult]:
         )
     elif (
         not shared and shutil.which("sbatch") and not os.environ.get("SLURM_JOB_ID")
-    ):  # in a job, the check of nodes covers it
+    ):  # in a job, the check of the nodes covers this
         text += "; other nodes may not see it"
         yield CheckResult(
             check="home", outcome="warning", text=text, advice=f"{advice}; salloc -N2 resihp doctor checks it"
@@ -70,7 +70,7 @@ def home() -> Iterator[CheckResult]:
 
 
 def journal() -> Iterator[CheckResult]:
-    """Check the folder of journals, which belongs on local disk, as a journal is flushed with every decision."""
+    """Check the folder of journals. It should be on a local disk, because a journal is flushed with every decision."""
     folder = Path(os.environ.get("RESIHP_LOCAL") or f"/var/tmp/resihp-{os.getuid()}").absolute()
     kind = file_system(folder) or "an unknown file system"
     advice = "set RESIHP_LOCAL to a folder of yours on local disk"
@@ -106,12 +106,12 @@ def journal() -> Iterator[CheckResult]:
 
 
 def nearest(folder: Path) -> Path:
-    """Return the folder, or its nearest existing parent."""
+    """Return the folder, or its nearest parent that exists."""
     return next(candidate for candidate in (folder, *folder.parents) if candidate.exists())
 
 
 def _use(folder: Path) -> str | None:
-    """Write, lock and remove a file in the folder; return the error, or None."""
+    """Write, lock and remove a test file in the folder. Return the error, or None."""
     try:
         with tempfile.NamedTemporaryFile(prefix=".resihp-doctor-", dir=nearest(folder)) as file:
             file.write(b"x")

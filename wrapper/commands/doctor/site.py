@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """Resources that a job requests from Slurm. `gpus_per_node` is 0 and `seconds` None if not given."""
+    """The resources that a job requests from Slurm. `gpus_per_node` is 0 and `seconds` is None if the job does not
+    request any."""
 
     nodes: int
-    """Nodes, spares included."""
+    """Number of nodes, including spares."""
     gpus_per_node: int
     seconds: float | None
     warning_s: float
@@ -58,7 +59,7 @@ def requested_resources(configuration: Configuration) -> Wanted:
 
 
 def shape(views: Sequence[PartitionView], rules: PartitionRules, job: Wanted) -> Iterator[CheckResult]:
-    """Check the job against a partition; `views` are the partition's nodes by kind."""
+    """Check the job against the limits of a partition. `views`: the nodes of the partition, by kind."""
 
     def finding(outcome: str, text: str, advice: str) -> CheckResult:
         return CheckResult(check="partition", outcome=outcome, text=f"{rules.name}: {text}", advice=advice)  # type: ignore[arg-type]
@@ -138,7 +139,8 @@ def limits(account_limits: Limits, job: Wanted) -> Iterator[CheckResult]:
 
 
 def _requested(limit: Limit, job: Wanted) -> tuple[float | None, float]:
-    """Return the job's request for the limited resource, None if unknown, and the amount that a replacement adds."""
+    """Return the amount of the limited resource that the job requests, None if unknown; and the amount that a
+    replacement node adds."""
     if limit.kind == "nodes":
         return job.nodes, 1
     if limit.kind == "gpus":
@@ -193,7 +195,7 @@ def exit_codes(settings: Mapping[str, str]) -> Iterator[CheckResult]:
 
 
 def codes(text: str) -> list[int]:
-    """Return the exit codes in a list of slurm.conf, such as `93` or `1,4-5`."""
+    """Return the exit codes in a list as slurm.conf has it, such as `93` or `1,4-5`."""
     exit_codes: list[int] = []
     for part in filter(None, text.split(",")):
         first, _, last = part.strip().partition("-")
@@ -203,7 +205,8 @@ def codes(text: str) -> list[int]:
 
 
 def visibility(settings: Mapping[str, str], operator: bool) -> Iterator[CheckResult]:
-    """Check that PrivateData does not hide node states; it does not apply to operators or to one's own jobs."""
+    """Check that PrivateData does not hide the states of nodes. It does not apply to operators, or to a user's own
+    jobs."""
     hidden = set(settings.get("PrivateData", "").lower().split(","))
     if "nodes" in hidden and not operator:
         text = (
@@ -222,8 +225,8 @@ _INHERITED = {
     "DATA": (resource.RLIMIT_DATA, "-d", "large buffers cannot be allocated"),
     "FSIZE": (resource.RLIMIT_FSIZE, "-f", "larger checkpoints cannot be written"),
 }
-"""Resource limits by Slurm's names that are unlimited on nodes but often not on login nodes, with their effect on a
-rank."""
+"""Resource limits, by Slurm's names for them, that are usually unlimited on nodes but often not on login nodes; and the
+effect of each limit on a rank."""
 
 
 def inherited(settings: Mapping[str, str], soft: Callable[[int], int] | None = None) -> Iterator[CheckResult]:

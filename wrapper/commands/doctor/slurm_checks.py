@@ -1,7 +1,7 @@
-"""Checks of `resihp doctor` that query Slurm, and the nodes of the current allocation.
+"""Checks of `resihp doctor` that query Slurm and the nodes of the current allocation.
 
-`slurm_settings`, `site` and `nodes` interpret the answers. Slurm's settings are queried once, and a Slurm that does not
-answer at all is reported once.
+`slurm_settings`, `site` and `nodes` interpret the answers. Slurm's settings are queried only once, and a Slurm that
+does not answer at all is reported only once.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ class SlurmChecks:
         return {name: self._guarded(name, check) for name, check in checks.items()}
 
     def _guarded(self, name: str, check: Check) -> Check:
-        """Return the check with Slurm's errors turned into findings.
+        """Return the check with errors of Slurm turned into results.
 
-        No answer is `unknown`; a Slurm that never answers is reported once, as a finding about Slurm itself.
+        If Slurm gives no answer, the result is `unknown`. A Slurm that never answers is reported once, as a result
+        about Slurm itself.
         """
 
         def guarded() -> Iterable[CheckResult]:
@@ -82,7 +83,7 @@ class SlurmChecks:
         return guarded
 
     def _settings(self) -> Mapping[str, str]:
-        """Return Slurm's settings; the first caller queries them, and its error is raised for all callers."""
+        """Return Slurm's settings. The first caller queries them; if that fails, all callers get its error."""
         with self._lock:
             if self._silence is not None:
                 raise self._silence

@@ -1,7 +1,8 @@
-"""Checks of `resihp doctor` on Slurm: is it there, may the user drain nodes, do jobs survive the loss of nodes.
+"""Checks of `resihp doctor` on Slurm: whether it exists, whether the user may drain nodes, and whether jobs survive the
+loss of nodes.
 
-Each check takes the client that answers (`slurm.client`, `slurm.survey`) and returns findings; no answer is `unknown`,
-never ok.
+Each check takes the client to query (`slurm.client`, `slurm.survey`) and yields results. If there is no answer, the
+result is `unknown`, never ok.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
 
 MIN_RELEASE = (20, 11, 0)
 TESTED_RELEASES = ((22, 5), (26, 5))
-"""Oldest and newest release that the Slurm tests run on: 22.05.8, 24.11.5 and 26.05.5."""
+"""Oldest and newest release of the tested range; the tests run on 22.05.8, 24.11.5 and 26.05.5."""
 REPEATED_RESIZE_SINCE = (24, 11, 0)
 """First release with which a job can shrink more than once without slurmdbd (measured: 24.11.5 and 26.05.5 can, 22.05.8
 cannot)."""
 EXPEDITED_REQUEUE_SINCE = (25, 11, 0)
 SEGMENTS_SINCE = (24, 11, 0)
 JOB_END_TIME_SINCE = (24, 11, 0)
-"""First releases with sbatch --requeue=expedite, sbatch --segment and SLURM_JOB_END_TIME. Measured in the same way,
-except the first, which is new in 25.11 and must be enabled by the site."""
+"""First releases of Slurm with sbatch --requeue=expedite, sbatch --segment and SLURM_JOB_END_TIME. They were measured
+in the same way, except for --requeue=expedite, which is new in 25.11 and must be enabled by the site."""
 CGROUPS_V2 = Path("/sys/fs/cgroup/cgroup.controllers")
 MIN_KILL_WAIT_S = 10
 TEST_JOB_TIME_S = 1200.0
@@ -64,7 +65,7 @@ def version(slurm: Slurm) -> Iterator[CheckResult]:
 
 
 def offers(release: tuple[int, int, int], settings: Mapping[str, str], survey: Survey) -> Iterator[CheckResult]:
-    """Report useful features of this Slurm that older releases lack; missing features are not reported."""
+    """Report useful features of this release of Slurm that older releases lack. Missing features are not reported."""
     features = []
     if release >= JOB_END_TIME_SINCE:
         features.append("jobs know their end time (SLURM_JOB_END_TIME)")
@@ -138,9 +139,10 @@ def requeue(settings: Mapping[str, str]) -> Iterator[CheckResult]:
 
 
 def firewall(settings: Mapping[str, str], ports: str) -> Iterator[CheckResult]:
-    """Check the configured ports against srun's range, as a site with such a range usually blocks all other ports.
+    """Warn if Slurm has a range of ports for srun and none is configured for resihp: a site with such a range usually
+    blocks all other ports between nodes.
 
-    `ports`: the range configured for resihp, empty for none.
+    `ports`: the range configured for resihp; empty if none is.
     """
     range_of_srun = settings.get("SrunPortRange", "").replace("0-0", "")
     theirs = "; the kernel chooses the ports of gloo and NCCL (net.ipv4.ip_local_port_range)"
@@ -180,7 +182,8 @@ def releases_nodes(release: tuple[int, int, int], settings: Mapping[str, str]) -
 
 
 def chosen(views: Sequence[PartitionView], wanted: str) -> list[str]:
-    """Return the partitions of a job that requests `wanted`, empty for Slurm's default; none without a default."""
+    """Return the partitions for a job that requests `wanted`, where empty means Slurm's default; an empty list if there
+    is no default."""
     return [name for name in wanted.split(",") if name] or [view.name for view in views if view.default][:1]
 
 
@@ -255,7 +258,7 @@ def munge(survey: Survey, settings: Mapping[str, str]) -> Iterator[CheckResult]:
 
 
 def _seconds(text: str) -> int:
-    """Return the seconds of a time as scontrol shows it, such as `30 sec` or `5 min`."""
+    """Return the number of seconds of a time in scontrol's form, such as `30 sec` or `5 min`."""
     match = re.match(r"(\d+)\s*(\w*)", text)
     if match is None:
         return 0

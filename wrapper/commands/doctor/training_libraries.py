@@ -1,8 +1,8 @@
 """Checks of `resihp doctor` on the training libraries: torch, its back ends, NCCL and megatron-core.
 
-torch is imported in a process of its own, which takes seconds and may crash if a driver is broken. Each fault is a line
-of its own; a fault that would end a job at its start is `failed`. Uses `wrapper.commands.doctor.machine` for findings
-and for running processes.
+torch is imported in a separate process, which takes seconds and may crash if a driver is broken. Each fault is reported
+in a separate line; a fault that would end a job at its start is `failed`. Uses `wrapper.commands.doctor.machine` for
+results and for running processes.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ MAX_LINE_CHARACTERS = 200
 
 
 class TorchAnswer(msgspec.Struct, frozen=True):
-    """Facts that torch reports about itself. `gpus`: number of GPUs that it can use.
+    """The facts that torch reports about itself. `gpus`: number of GPUs that torch can use.
 
-    `warnings`: first lines of its warnings about GPUs. `nccl_version` is the version of the NCCL library that calls
-    reach, and `nccl_files` are the library files mapped into the process.
+    `warnings`: the first line of each of torch's warnings about GPUs. `nccl_version`: version of the NCCL library that
+    calls reach. `nccl_files`: library files of NCCL that are mapped into the process.
     """
 
     version: str
@@ -60,7 +60,7 @@ class TorchAnswer(msgspec.Struct, frozen=True):
 
 
 def torch() -> Iterator[CheckResult]:
-    """Yield a finding for each fault, or one that names the versions."""
+    """Yield a result for each fault, or, without faults, one that names the versions."""
     if installed("torch") is None:
         text = "not installed: commands of any kind run, scripts that use resihp.Trainer do not"
         yield CheckResult(check="torch", outcome="warning", text=text, advice=INSTALL_COMMAND)
@@ -90,7 +90,8 @@ def installed(package: str) -> str | None:
 
 
 def ask() -> TorchAnswer | CheckResult:
-    """Return the answers of torch in a process of its own, or the finding that it cannot be imported."""
+    """Return the facts from torch, which is imported in a separate process; or the result that it cannot be
+    imported."""
     done = machine.run_command([sys.executable, "-P", "-W", "ignore", "-c", TORCH_QUESTION])
     if not isinstance(done, str) and done.returncode == 0:
         return msgspec.convert(json.loads(done.stdout.splitlines()[-1]), TorchAnswer)
@@ -151,7 +152,8 @@ def of_gpus(answer: TorchAnswer) -> Iterator[Fault]:
 
 
 def requirement(package: str) -> str:
-    """Return the versions of a package that resihp's metadata allows, such as `>=0.16.1,<0.20`; empty for any."""
+    """Return the versions of a package that resihp's metadata allows, such as `>=0.16.1,<0.20`; empty if any version is
+    allowed."""
     try:
         requirements = metadata.requires("resihp") or []
     except metadata.PackageNotFoundError:
@@ -164,7 +166,7 @@ def requirement(package: str) -> str:
 
 
 def allows(bounds: str, version: str) -> bool:
-    """Return whether a version lies within bounds; only `>=` and `<` are supported."""
+    """Return whether a version lies within bounds such as `>=0.16.1,<0.20`. Only `>=` and `<` are supported."""
     numbers = machine.numbers(version)
     for bound in bounds.split(","):
         if bound.startswith(">=") and numbers < machine.numbers(bound[2:]):

@@ -1,7 +1,7 @@
 """Reads the views of `resihp history` for all jobs, from one ledger or from every ledger of this home.
 
-`db` computes the answers; rows of several ledgers are put in one order here. Decides nothing about options, and prints
-nothing. Called by `command`, through the table of `views`. Slow imports are inside the functions.
+`db` computes the answers; this module puts the rows of several ledgers into one order. Decides nothing about options,
+and prints nothing. Called by `command`, through the table in `views`. Slow imports are inside the functions.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
 
 ALL_JOBS_SUBJECT = "all jobs"
 MIN_JOBS_WITH_SPARES = 100
-"""Fewest jobs, the newest ones, for which the view `spares` is computed on a terminal."""
+"""Smallest number of jobs, the newest ones, for which the view `spares` is computed on a terminal."""
 
 
 class AllJobs:
-    """The ledgers of all jobs, with the names of nodes and clusters that were read in them."""
+    """The ledgers of all jobs, with the names of nodes and clusters that were read from them."""
 
     def __init__(self, query: HistoryQuery, job: str | None, ledger: str | None, *, names_nodes: bool) -> None:
-        """Read the ledger of `job`, or else the named `ledger`, or else every ledger of this home.
+        """Prepare to read the ledger of `job`, or else the named `ledger`, or else every ledger of this home.
 
-        `names_nodes`: the answer names nodes, so that equal names of different clusters must be distinguished.
+        `names_nodes`: whether the answer names nodes, so that equal names on different clusters must be distinguished.
         """
         self.ledger = ledger
         self.nodes: list[str] = []
-        """Names of known nodes, for a query about one node."""
+        """Names of all nodes in the ledgers; read only for a query about one node."""
         self.clusters: list[str] = []
-        """Clusters of the ledgers, for a query about one node."""
+        """Names of the clusters in the ledgers; read only for a query about one node."""
         self._is_of_one_node = query.node is not None
         self._job = job
         self._other_clusters = _clusters_here(ledger) if job is None and names_nodes else set()
 
     def ask(self, question: Callable[[Reader], list[Any]]) -> list[Any]:
-        """Return the answers of all ledgers."""
+        """Call `question` with each ledger, and return all answers in one list."""
 
         def ask_ledger(reader: Reader) -> list[Any]:
             reader.other_clusters = self._other_clusters
@@ -60,7 +60,7 @@ class AllJobs:
         return Listing(columns, rows, ALL_JOBS_SUBJECT, total, self.nodes, closing, self.clusters)
 
     def is_node(self, query: HistoryQuery, row: Row) -> bool:
-        """Return whether the row is of the node in question."""
+        """Return whether the row is about the node that the query names."""
         from db.reading.naming import is_node
 
         return is_node(query.node, row["node"], self.clusters)
@@ -104,7 +104,7 @@ def read_repairs(query: HistoryQuery, jobs: AllJobs) -> Listing:
 
 
 def read_rate(query: HistoryQuery, jobs: AllJobs) -> Listing:
-    """Raises UsageError for an unknown trait."""
+    """Return the failure rate. Raises UsageError for an unknown trait."""
     from db.reading import rates
 
     days = query.days or rates.DEFAULT_DAYS
@@ -145,7 +145,7 @@ def read_spares(query: HistoryQuery, jobs: AllJobs) -> Listing:
 
 
 def read_failures(query: HistoryQuery, jobs: AllJobs) -> Listing:
-    """Return the failures, or their number by a group."""
+    """Return the failures, or the number of failures in each group of --by."""
     if query.by is None:
         return read_table(query, jobs)
     from db.reading import fleet
@@ -165,7 +165,7 @@ def read_hosts(query: HistoryQuery, jobs: AllJobs) -> Listing:
 
 
 def read_placements(query: HistoryQuery, jobs: AllJobs) -> Listing:
-    """Return the nodes that each device was in: those of the devices that were seen last, ordered by device."""
+    """Return each device's nodes, ordered by device; with a limit, only the placements that were seen last."""
     from db.reading import hardware, queries
 
     asks: dict[str, Any] = {"node": query.node, "user": query.user, **_period(query)}
@@ -188,21 +188,21 @@ def read_iterations(query: HistoryQuery, jobs: AllJobs) -> Listing:
 
 
 def read_table(query: HistoryQuery, jobs: AllJobs) -> Listing:
-    """Return the newest rows of a table of the ledgers."""
+    """Return the newest rows of a table from all ledgers."""
     asks: dict[str, Any] = {"node": query.node, "user": query.user, "kind": query.kind, **_period(query)}
     rows = jobs.ask(lambda reader: reader.rows(query.view, None, last=query.limit, **asks))
     return _newest_rows(query, jobs, rows)
 
 
 def _ranking(query: HistoryQuery, jobs: AllJobs, rows: list[Row], closing: str = "") -> Listing:
-    """Return the first rows."""
+    """Return a ranking: its first rows, at most as many as the limit."""
     from db.reading import queries
 
     return jobs.listing(queries.COLUMNS[query.shape], rows[: query.limit], len(rows), closing)
 
 
 def _newest_rows(query: HistoryQuery, jobs: AllJobs, rows: list[Row]) -> Listing:
-    """Return the newest rows of a table, in the order of time, each with its job."""
+    """Return the newest rows of a table, oldest first, each with its job."""
     from db.reading import queries
     from db.reading.tables import OF_JOB, TABLES
 
@@ -212,12 +212,12 @@ def _newest_rows(query: HistoryQuery, jobs: AllJobs, rows: list[Row]) -> Listing
 
 
 def _period(query: HistoryQuery) -> dict[str, Any]:
-    """Return the queried period as keyword arguments."""
+    """Return the times --since and --until as keyword arguments."""
     return {"since": query.since, "until": query.until}
 
 
 def _clusters_here(ledger: str | None) -> set[str]:
-    """Return the clusters of all ledgers of this home; none if a ledger was named."""
+    """Return the names of the clusters in all ledgers of this home; empty if a ledger was named."""
     if ledger not in (None, "sqlite"):
         return set()
     return {name for clusters in from_all(ledger, lambda reader: reader.clusters(), quiet=True) for name in clusters}

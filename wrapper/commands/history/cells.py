@@ -1,6 +1,6 @@
-"""Cells of `resihp history` on a terminal that combine fields of a row, or choose between them.
+"""Text for cells of `resihp history` that combine several fields of a row, or choose between fields.
 
-A row of the ledger in, text out. Decides nothing about columns: `tables` does, and calls it.
+A row of the ledger in, text out. `tables` decides which column uses which function.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ def device(row: Row) -> str:
 
 
 def outcome(row: Row) -> str:
-    """Return the outcome of a suspicion, with the number of its failure if there is one."""
+    """Return the outcome of a suspicion; with the number of the failure, if it led to one."""
     if row["outcome"] is None:
         return "open"
     return f"{row['outcome']}, {row['failure']}" if row["failure"] else str(row["outcome"])
 
 
 def statistic(row: Row) -> str:
-    """Return the test's statistic over its threshold: `14.9 / 12.1 log evidence`."""
+    """Return a test's statistic and its threshold, as `14.9 / 12.1 log evidence`."""
     if row["statistic"] is None or row["threshold"] is None:
         return "-"
     return f"{row['statistic']:.3g} / {row['threshold']:.3g} {row['test']}"
 
 
 def recovery(row: Row) -> str:
-    """Return the time from the failure to recovery, and its part for detection: `11.0 s, noticed after 10.3 s`."""
+    """Return the time from the failure to the recovery, and the part of it for detection, as `11.0 s, noticed after
+    10.3 s`."""
     recovery_s, detection_s = row["seconds_to_recover"], row["noticed_after_seconds"]
     if recovery_s is None or detection_s is None:
         return duration(recovery_s)
@@ -53,7 +54,7 @@ def arrival(row: Row) -> str:
 
 
 def effect(row: Row) -> str:
-    """Return when a plan took effect, or else its outcome."""
+    """Return the time when a plan took effect, or else the plan's outcome."""
     return f"{row['in_effect_at'].astimezone(UTC):%m-%d %H:%M:%S}" if row["in_effect_at"] else str(row["outcome"])
 
 
@@ -65,7 +66,7 @@ def plan_reason(row: Row) -> str:
 
 
 def rejected_candidates(row: Row) -> str:
-    """Return rejected candidates with the reasons: `without replica 1 0.61 s (12.0% slower)`."""
+    """Return the rejected candidates of a decision with reasons, as `without replica 1 0.61 s (12.0% slower)`."""
     unit = "" if row["unit"] is None else f" {row['unit']}"
 
     def described(candidate: Row) -> str:
@@ -76,17 +77,17 @@ def rejected_candidates(row: Row) -> str:
 
 
 def prediction(row: Row) -> str:
-    """Return the predicted and the measured time of an iteration."""
+    """Return the predicted and the measured time of an iteration under a plan."""
     words = "-" if row["predicted"] is None else f"{row['predicted']:.3g} {row['unit']}"
     return words if row["measured"] is None else f"{words}, {row['measured']:.3g} s"
 
 
 def drain_step(row: Row) -> str:
-    """Return the step of the drain ladder, with its outcome unless it is done."""
+    """Return the step of the drain ladder; with its outcome, unless that is `done`."""
     step = {"slurm": "Slurm", "spool": "site", "exclusion": "our jobs"}.get(row["step"], "-")
     return step if row["outcome"] in ("done", None) else f"{step} {row['outcome']}"
 
 
 def request_reason(row: Row) -> str:
-    """Return why a request failed, or else why it was made."""
+    """Return the reason why a request failed, or else the reason why it was made."""
     return str(row["text"] or row["reason"])

@@ -1,7 +1,7 @@
-"""`resihp history` and `resihp why`: list the ledger's records, of one job or of all, on a terminal or as data.
+"""`resihp history` and `resihp why`: list the ledger's records, of one job or of all jobs, on a terminal or as data.
 
-Takes the options, and prints the answer. Never reads a ledger for `history`: the functions do which `views` has for
-each view; `db` computes the answers. Slow imports are inside the functions. Called by `wrapper.cli`.
+Takes the options and prints the answer. For `history`, it never reads a ledger itself: `views` has the functions that
+read each view, and `db` computes the answers. Slow imports are inside the functions. Called by `wrapper.cli`.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def history(options: HistoryOptions) -> None:
 
 
 def _job_of(options: HistoryOptions) -> str | None:
-    """Return the named job. Raises UsageError if two are named, or one beside --all."""
+    """Return the job that the command line names; None if it names none. Raises UsageError if it names two, or one
+    beside --all."""
     job, job_option = options.job, options.job_option
     if job is not None and job_option is not None and job != job_option:
         raise UsageError(f"history: JOB {job} and --job {job_option} differ; name one")
@@ -147,7 +148,7 @@ def _query_of(options: HistoryOptions, *, on_terminal: bool) -> HistoryQuery:
 
 
 def _answer(query: HistoryQuery, job: str | None, ledger: str | None) -> Listing:
-    """Read the view for one job, or for all."""
+    """Return the answer to a query, for one job or for all jobs."""
     view = HISTORY_VIEWS[query.view]
     if query.all_jobs:
         assert view.of_all is not None, "checked"

@@ -1,7 +1,7 @@
-"""The view `cost` of `resihp history`: rows by cause or by group, and a footnote of totals.
+"""The view `cost` of `resihp history`: rows by cause or by group, and a footnote with totals.
 
-`db` computes the accounts; this module adds them up for a listing. Never reads a ledger: `one_job` and `all_jobs` do,
-and call it. Jobs whose stored costs are malformed are named on stderr.
+`db` computes the accounts of cost; this module adds them up for a listing. It never reads a ledger; `one_job` and
+`all_jobs` do, and call it. Jobs whose stored costs are malformed are named on stderr.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_JOBS_NAMED = 5
 def list_costs(
     query: HistoryQuery, accounts: Sequence[tuple[Row, Any]], subject: str, ledger: str | None, idle: str = ""
 ) -> Listing:
-    """Return costs by cause or by group, with totals and idle GPUs in the footnote.
+    """Return costs by cause or by group. The footnote has totals and idle GPUs.
 
     Jobs whose stored costs are malformed are named on stderr.
     """
@@ -56,11 +56,11 @@ def _warn_of_malformed_costs(jobs: Sequence[Row], ledger: str | None) -> None:
 
 
 def _idle_jobs(accounts: Sequence[tuple[Row, Any]]) -> str:
-    """Return a line naming the jobs with idle GPUs, the costliest first; empty for none."""
+    """Return a line that names the jobs with idle GPUs, the costliest first; empty if there are none."""
     from wrapper.commands.history.cells import amount
 
     hours: dict[tuple[str, str], float] = {}
-    for job, account in accounts:  # a job cut into periods has several accounts
+    for job, account in accounts:  # a job that is divided into periods has several accounts
         key = job["name"], job["uuid"]
         hours[key] = hours.get(key, 0.0) + account.lost_gpu_hours["idle"]
     idle_jobs = sorted(((idle_hours, *key) for key, idle_hours in hours.items() if idle_hours > 0.0), reverse=True)
@@ -76,7 +76,8 @@ def _idle_jobs(accounts: Sequence[tuple[Row, Any]]) -> str:
 
 
 def _cost_lines(accounts: Sequence[Any], price: float | None) -> str:
-    """Return the footnote of costs: losses by failures, goodput, and rates of failures, also of hardware alone."""
+    """Return the footnote on costs: losses by failures, goodput, and failure rates, also for hardware failures
+    alone."""
     from db.reading.costs.cost_accounts import added
     from wrapper.commands.history.cells import amount
     from wrapper.output.render import duration, percent

@@ -1,6 +1,6 @@
-"""Reads the views of `resihp history` for one job, from its ledger: a function for each view that is computed.
+"""Reads the views of `resihp history` for one job from its ledger, with one function for each computed view.
 
-`db` computes the answers. Decides nothing about options, and prints nothing. Called by `command`, through the table of
+`db` computes the answers. Decides nothing about options, and prints nothing. Called by `command`, through the table in
 `views`. Slow imports are inside the functions.
 """
 
@@ -28,12 +28,12 @@ SPARES_FOOTNOTE = (
 
 @dataclass(frozen=True)
 class OneJob:
-    """A job's ledger, and the job's row in it."""
+    """The ledger of a job, and the job's row in it."""
 
     reader: Reader
     row: Row
     ledger: str | None
-    """The option --ledger."""
+    """The value of the option --ledger; None if it was not given."""
 
     @property
     def id(self) -> int:
@@ -44,7 +44,7 @@ class OneJob:
         return f"job {self.row['name']}"
 
     def nodes(self, query: HistoryQuery) -> list[str]:
-        """Return the names of its nodes, for a query about one of them."""
+        """Return the names of the job's nodes, for a query about one node; empty for other queries."""
         return self.reader.nodes(self.id) if query.node is not None else []
 
 
@@ -84,7 +84,7 @@ def read_decisions(query: HistoryQuery, job: OneJob) -> Listing:
 
 
 def read_failures(query: HistoryQuery, job: OneJob) -> Listing:
-    """Return the failures, or their number by a group."""
+    """Return the job's failures, or the number of failures in each group of --by."""
     if query.by is None:
         return read_table(query, job)
     from db.reading import fleet, queries
@@ -105,7 +105,7 @@ def read_hosts(query: HistoryQuery, job: OneJob) -> Listing:
 
 
 def read_plans(query: HistoryQuery, job: OneJob) -> Listing:
-    """Return the plans, each with its explanation if there is room for it."""
+    """Return the job's plans, each with an explanation if there is room for it."""
     plans = read_table(query, job)
     if query.flat:
         return plans
@@ -115,7 +115,7 @@ def read_plans(query: HistoryQuery, job: OneJob) -> Listing:
 
 
 def read_table(query: HistoryQuery, job: OneJob) -> Listing:
-    """Return rows of a table of the ledger."""
+    """Return the job's rows in a table of the ledger."""
     from db.reading import queries
 
     period: dict[str, Any] = {"since": query.since, "until": query.until}
@@ -133,7 +133,8 @@ def read_table(query: HistoryQuery, job: OneJob) -> Listing:
 def stays_of_query(
     query: HistoryQuery, rows: list[Row], job_id: int | None = None, clusters: Sequence[str] = ()
 ) -> list[Row]:
-    """Return the queried stays, each with its changes since the previous stay, even if that one was not queried."""
+    """Return the queried stays of nodes in jobs, each with the changes since the node's previous stay. The previous
+    stay need not be part of the query."""
     from db.reading import hardware
     from db.reading.naming import is_node
 
@@ -149,7 +150,7 @@ def stays_of_query(
 
 
 def explanation_as_json(explained: Explanation | None) -> Row | None:
-    """Return a plan's explanation as a row's field."""
+    """Return a plan's explanation as the value of a row's field; None without an explanation."""
     if explained is None:
         return None
     from resihp.scheduler.explained.explanation import as_json

@@ -1,7 +1,7 @@
-"""What a call of `resihp history` asks for, and what it gets: views, groups, a query, and the listing that answers it.
+"""The data types of `resihp history`: its views, groups, a query, and the listing that answers a query.
 
-Holds values only: `views` has what each view takes, and `one_job` and `all_jobs` read the answers. Never imports the
-ledger. Used by all modules of this folder.
+Contains values only. `views` lists the options of each view, and `one_job` and `all_jobs` read the answers. Never
+imports the ledger. Used by all modules of this folder.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 Row = dict[str, Any]
 
 DEFAULT_ROWS = 50
-"""Rows on a terminal without --limit."""
+"""Number of rows on a terminal without --limit."""
 
 
 class History(str, Enum):  # noqa: UP042 - StrEnum's help text shows differently in older Typer
@@ -65,9 +65,9 @@ class By(str, Enum):  # noqa: UP042 - as above
 
 
 FAILURE_GROUPS = tuple(group.value for group in By)
-"""Groups of failures: a copy of `db.reading.fleet.GROUPS`, which is slow to import."""
+"""Groups for failures. They are copied from `db.reading.fleet.GROUPS`, which is slow to import."""
 COST_GROUPS = ("job", "owner", "account", "partition", "cluster", "week", "month")
-"""Groups of costs: a copy of `db.reading.costs.fleet_costs.COST_BY`."""
+"""Groups for costs. They are copied from `db.reading.costs.fleet_costs.COST_BY`, which is slow to import."""
 
 
 @dataclass(frozen=True)
@@ -81,20 +81,21 @@ class HistoryQuery:
     since: datetime | None
     until: datetime | None
     limit: int | None
-    """Most rows: the newest ones, or the first ones of a ranking."""
+    """Most rows of the answer: the newest ones or, of a ranking, the first ones; None for all rows."""
     injected: bool
     user: str | None = None
     kind: str | None = None
     around: datetime | None = None
     having: str | None = None
-    """A trait such as `driver=580.65.06`; its failure rate is compared with that of all others."""
+    """A trait such as `driver=580.65.06`. The view `rate` compares the failure rate with this trait to the rate without
+    it."""
     days: float | None = None
     all_jobs: bool = False
-    """Whether all jobs are queried."""
+    """Whether the query is about all jobs."""
     price: float | None = None
-    """Price of a GPU-hour, in any currency."""
+    """Price of a GPU-hour, in any currency; None if not given."""
     flat: bool = False
-    """Only the ledger's own columns, without computed ones."""
+    """Whether the answer has only the ledger's own columns, and no computed ones."""
 
     def has(self, option: str) -> bool:
         """Return whether the option was given."""
@@ -103,7 +104,7 @@ class HistoryQuery:
 
     @property
     def period(self) -> Literal["week", "month"] | None:
-        """Unit of time that rows are grouped by."""
+        """The unit of time by which rows are grouped; None for another group or no group."""
         if self.by == "week":
             return "week"
         if self.by == "month":
@@ -111,14 +112,15 @@ class HistoryQuery:
         return None
 
     def last(self, rows: list[Row]) -> list[Row]:
-        """Return the last rows, at most as many as the limit."""
+        """Return the last rows, at most `limit` of them."""
         return rows if self.limit is None else rows[-self.limit :]
 
     @property
     def shape(self) -> str:
-        """Key of its columns: the view, a view with its group such as `failures by node`, or `placements`.
+        """Key of the columns on a terminal: the view, or the view with its group as `failures by node`, or
+        `placements`.
 
-        `placements` are the devices of all jobs.
+        `placements` is the view of the devices of all jobs.
         """
         if self.view == "devices" and self.all_jobs:
             return "placements"
@@ -127,21 +129,21 @@ class HistoryQuery:
 
 @dataclass(frozen=True)
 class Listing:
-    """Rows of an answer, their subject, and a footnote for the terminal."""
+    """The answer to a query: its rows, their subject, and a footnote for the terminal."""
 
     columns: tuple[str, ...]
     rows: list[Row]
     subject: str
     total: int | None = None
-    """Number of all rows, if fewer were queried."""
+    """Number of all rows, if only some were read; None if all were."""
     nodes: list[str] = field(default_factory=list)
-    """Names of known nodes, for a query about one node."""
+    """Names of all known nodes; empty unless the query is about one node."""
     closing: str = ""
     clusters: list[str] = field(default_factory=list)
-    """Clusters that qualify names of nodes."""
+    """Names of the clusters by which names of nodes may be qualified."""
 
     def knows(self, node: str) -> bool:
-        """Return whether the ledger has this node."""
+        """Return whether the ledger contains this node."""
         from db.reading.naming import is_node
 
         return any(is_node(node, name, self.clusters) for name in self.nodes)

@@ -1,7 +1,7 @@
-"""The views of `resihp history` on a terminal: the columns of each; `--json` has the rest.
+"""The columns of each view of `resihp history` on a terminal; `--json` has all fields.
 
-Used by `views`, whose rows name them, and by `command`. Rows in, columns and cells out; `wrapper.output.tables` fits
-them into a terminal.
+`views` names these columns for each view, and `command` prints them. Rows in, columns and cells out;
+`wrapper.output.tables` fits them into a terminal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from wrapper.output.tables import Column
 ALWAYS_SHOWN = frozenset(
     ("job", "id", "#", "node", "device", "node, device", "GPU", "UUID", "rank", "peer", "epoch", "at (UTC)", "money")
 ) | {"cause", "text"}
-"""Headings of columns that are shown however narrow the terminal: they identify rows, or say what happened."""
+"""Headings of columns that are never left out on a narrow terminal, because they identify rows or describe events."""
 COST_WORDS = {
     "useful": "training",
     "start": "until the first iteration",
@@ -38,7 +38,7 @@ COST_WORDS = {
 
 @dataclass(frozen=True)
 class ViewColumn:
-    """A column of a table on the terminal: its heading, and a function from a row to the cell's text."""
+    """A column of a table on a terminal: its heading, and a function that returns a cell's text from a row."""
 
     heading: str
     cell: Callable[[dict[str, Any]], str]
@@ -54,7 +54,7 @@ def _words(name: str, heading: str | None = None, *, wraps: bool = False) -> Vie
 
 
 def _optional_text(name: str, heading: str | None = None) -> ViewColumn:
-    """Return a column of text that may be empty, shown as `-`."""
+    """Return a column for text that may be missing; a missing text is shown as `-`."""
     return ViewColumn(heading or name, lambda row: str(row[name]) or "-", wraps=True)
 
 
@@ -88,14 +88,14 @@ def _time(name: str, heading: str) -> ViewColumn:
 
 
 def _change(name: str) -> ViewColumn:
-    """Return a column that shows a ratio of iteration times as a change: `+50 %`."""
+    """Return a column that shows a ratio of iteration times as a change, such as `+50 %`."""
     return ViewColumn(name, lambda row: as_change(row[name]), right=True)
 
 
 ID_COLUMN = ViewColumn("id", lambda row: row["uuid"][:8])
-"""Id of a job, as names repeat between folders and hosts."""
+"""Column with the beginning of a job's id, because names of jobs repeat between folders and hosts."""
 JOB_ID_COLUMN = ViewColumn("id", lambda row: row["job_uuid"][:8])
-"""Id of the job of a row."""
+"""Column with the beginning of the id of the job that a row belongs to."""
 
 
 def _counted(by: str) -> ViewColumns:
@@ -351,7 +351,7 @@ COST_BY = {by: COST_BY_JOB if by == "job" else _costs(by) for by in COST_GROUPS}
 def history_table(view_columns: ViewColumns, rows: list[dict[str, Any]]) -> tuple[list[Column], list[list[str]]]:
     """Return the columns and cells of a view of `resihp history`.
 
-    Rows of many jobs get a column for the job, and one for its id if names repeat.
+    Rows of several jobs get a column with the job's name, and another with its id if names repeat.
     """
     columns = list(view_columns)
     if any("job_uuid" in row for row in rows):

@@ -1,7 +1,7 @@
-"""The views of `resihp history`, one row each: its columns, the options that it takes, the functions that read it.
+"""The table of the views of `resihp history`: for each view its columns, its options, and the functions that read it.
 
-A view is a table of the ledger (`db.reading.tables.TABLES`) or computed from several ones. Also refuses options that a
-view does not take. Reads nothing itself. Called by `command`.
+A view is a table of the ledger (`db.reading.tables.TABLES`), or is computed from several tables. This module also
+refuses options that a view does not take. Reads no ledger. Called by `command`.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from wrapper.commands.history.tables import ViewColumns
 MAX_DAYS = 36_500
 PERIOD_OPTIONS = frozenset({"since", "until"})
 TABLE_OPTIONS = frozenset({"node", "kind"}) | PERIOD_OPTIONS
-"""Options of a table of the ledger, which refuses --node and --kind itself if it has no such column."""
+"""Options of a view that is a table of the ledger. A table without such a column refuses --node and --kind itself."""
 USER_OPTION = frozenset({"user"})
 RATE_OPTIONS = ("around", "having", "days")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HistoryView:
-    """A view: its columns, the options that it takes, and the functions that read it."""
+    """A view: its columns, its options, and the functions that read it."""
 
     columns: ViewColumns
-    """Its columns on a terminal."""
+    """Columns of the view on a terminal."""
     of_job: Callable[[HistoryQuery, OneJob], Listing] | None
-    """Reads it for one job. None: it always covers all jobs."""
+    """Function that reads the view for one job; None if the view always covers all jobs."""
     of_all: Callable[[HistoryQuery, AllJobs], Listing] | None
-    """Reads it for all jobs. None: it shows one job at a time."""
+    """Function that reads the view for all jobs; None if the view covers one job at a time."""
     options: frozenset[str] = TABLE_OPTIONS
-    """Options that it takes, beside --limit."""
+    """Options that the view takes, besides --limit."""
     with_all: frozenset[str] = USER_OPTION
-    """Options that it takes only for all jobs."""
+    """Options that the view takes only for all jobs."""
     columns_of_all: ViewColumns | None = None
-    """Its columns for all jobs, if they are others."""
+    """Columns for all jobs; None if they are the same as `columns`."""
     columns_by: Mapping[str, ViewColumns] = field(default_factory=dict)
-    """Its columns by the group of --by."""
+    """Columns for each group of --by."""
     joins_nodes: bool = False
-    """Whether it combines the records of a node from several ledgers."""
+    """Whether the view combines the records of a node from several ledgers."""
     is_ranking: bool = False
-    """Whether --limit leaves its first rows, and not its newest ones."""
+    """Whether --limit keeps the first rows of the view, and not the newest ones."""
 
     def takes(self, option: str, query: HistoryQuery) -> bool:
         if option == "kind" and query.by is not None:
@@ -59,7 +59,7 @@ class HistoryView:
 
 
 def _table(columns: ViewColumns) -> HistoryView:
-    """Return a view of a table of the ledger, without anything computed."""
+    """Return a view that is a table of the ledger, without computed columns."""
     return HistoryView(columns=columns, of_job=one_job.read_table, of_all=all_jobs.read_table)
 
 
@@ -179,7 +179,7 @@ def names_nodes(query: HistoryQuery) -> bool:
 
 
 def check(query: HistoryQuery) -> None:
-    """Raise UsageError for options that the view does not have."""
+    """Raise UsageError for options that the query's view does not take."""
     view = HISTORY_VIEWS[query.view]
     for refuse in _REFUSALS:
         refuse(query, view)
@@ -189,7 +189,7 @@ Refusal = Callable[[HistoryQuery, HistoryView], None]
 
 
 def _unless_taken(*options: str, advice: str) -> Refusal:
-    """Return a function that raises UsageError if one of the options was given and the view does not take it."""
+    """Return a function that raises UsageError if one of these options was given and the view does not take it."""
 
     def refuse(query: HistoryQuery, view: HistoryView) -> None:
         if any(query.has(option) and not view.takes(option, query) for option in options):
@@ -237,4 +237,4 @@ _REFUSALS: tuple[Refusal, ...] = (
     _unless_taken("injected", advice="--injected is for lemons; leave it out"),
     _refuse_all_iterations,
 )
-"""In this order: of several wrong options the first one is named."""
+"""Checks of the options, in this order: of several wrong options, the first is reported."""

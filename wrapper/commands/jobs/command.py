@@ -1,7 +1,8 @@
-"""`resihp jobs`: list a user's running jobs with their progress, and how the last ones ended. Data goes to stdout.
+"""`resihp jobs`: list a user's running jobs with their progress, and the outcome of recently ended jobs. Data goes to
+stdout.
 
 Reads only, except that the end of a dead job is recorded. Slow imports are inside the functions: a ledger is opened
-only for a running job without a recent progress report of its supervisor.
+only for a running job whose supervisor has not reported progress recently.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def jobs(
         if screen.is_terminal or "COLUMNS" in os.environ:
             for line in lines(rows, screen.width):
                 screen.print(line, soft_wrap=True)
-        else:  # a pipe has room for everything
+        else:  # a pipe has unlimited width
             print("\n".join(line.plain for line in lines(rows, None)))
     if hidden and not as_json:
         message(f"{hidden} more ended earlier: resihp jobs --all")

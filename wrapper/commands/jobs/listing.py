@@ -1,10 +1,10 @@
-"""The rows of `resihp jobs`: each job in the registry or in this home, with its progress.
+"""Computes the rows of `resihp jobs`: each job in the registry or in this home, with its progress.
 
-The data come from Slurm (`slurm_states`) for a job that was submitted and has not begun; from the registry for a
-finished job; from the progress file in the job's folder, or else from its ledger, and from Slurm for a running job. A
-job without a supervisor is marked as ended here, as `status` does. Jobs whose folders are gone are dropped after a
-month, and jobs that never began after a day. A job whose end was not recorded, and that Slurm no longer has, counts as
-ended. A hanging file system affects only the jobs on it.
+The data of a submitted job that has not begun come from Slurm (`slurm_states`). The data of a finished job come from
+the registry. The data of a running job come from the progress file in its folder, or else from its ledger, and from
+Slurm. If a job has lost its supervisor, its end is recorded here, as `status` does. A job whose folder is gone is
+removed from the registry after a month, and a job that never began after a day. A job whose end was not recorded counts
+as ended once Slurm no longer has it. A file system that hangs affects only the jobs on it.
 """
 
 from __future__ import annotations
@@ -37,18 +37,21 @@ if TYPE_CHECKING:
     from slurm.client import Slurm
 
 DAMAGED_JOB_ERRORS = (ResihpError, OSError, ValueError, ArithmeticError, RecursionError)
-"""Errors that a job with damaged files or a damaged ledger may cause; such a job must not hide the others."""
+"""Errors that damaged files or a damaged ledger of one job may cause. They must not hide the other jobs."""
 LISTED_AFTER_END_S = 86400.0
-"""Seconds after its end for which a job is listed by default."""
+"""Seconds after its end during which a job is listed by default."""
 LISTED_WITHOUT_FOLDER_S = 30 * 86400.0
-"""Seconds after its end for which a job stays listed although its folder is gone."""
+"""Seconds after its end during which a job stays in the registry although its folder is gone."""
 FILE_SYSTEM_TIMEOUT_S = 2.0
-"""Seconds to wait for a file system."""
+"""Seconds to wait for an answer of a file system."""
 
 
 def listed(*, include_old: bool, now_s: float, say: Say, slurm: Slurm | None = None) -> tuple[list[Row], int]:
-    """Return the rows, running jobs first and newest first, and the number of jobs left out as they ended long ago.
-    `slurm`: the client to query for states; default: the Slurm commands on PATH."""
+    """Return the rows, and the number of jobs that were left out because they ended long ago. Running and waiting jobs
+    come first, then newer jobs before older ones.
+
+    `slurm`: the client that returns Slurm's states; default: the Slurm commands on PATH.
+    """
     rows: list[Row] = []
     hidden = 0
     entries, hanging_homes = _known(say)
@@ -76,7 +79,8 @@ def listed(*, include_old: bool, now_s: float, say: Say, slurm: Slurm | None = N
 
 
 def _drop_replaced(entries: Sequence[KnownJob], hanging_homes: Collection[str]) -> Iterator[KnownJob]:
-    """Yield the entries, but drop those of jobs that have a newer one: their folder was moved, or they have begun."""
+    """Yield the entries. An entry that a newer entry of the same job replaces is dropped: its folder was moved, or the
+    submitted job has begun."""
     moved = _moved([entry for entry in entries if entry.home not in hanging_homes])
     for entry in entries:
         if entry in moved:
@@ -91,7 +95,8 @@ def _drop_replaced(entries: Sequence[KnownJob], hanging_homes: Collection[str]) 
 def _leave_out_ended(
     rows: list[Row], ended_rows: Sequence[Row], entries: Sequence[KnownJob], now_s: float, *, include_old: bool
 ) -> int:
-    """Remove rows of jobs that ended long ago; return how many, without those that never began, which are dropped."""
+    """Remove the rows of jobs that ended long ago from `rows`, and return their number. Jobs that never began are
+    dropped from the registry and not counted."""
     hidden = 0
     for row in ended_rows:
         last_sign = max(row["began_at"], row["last_iteration_at"] or row["began_at"])
@@ -109,7 +114,7 @@ def _leave_out_ended(
 
 
 def _moved(entries: Sequence[KnownJob]) -> list[KnownJob]:
-    """Return the old entries of jobs with a moved folder that also have an entry for the new place."""
+    """Return the entries for former folders of jobs that were moved and also have an entry for the present folder."""
     entries_of_job: dict[tuple[str, str, float], list[KnownJob]] = {}
     for entry in entries:
         entries_of_job.setdefault((entry.name, entry.host, entry.began_at), []).append(entry)
@@ -118,7 +123,7 @@ def _moved(entries: Sequence[KnownJob]) -> list[KnownJob]:
 
 
 def _keep_at_new_place(moved: KnownJob, entries: Sequence[KnownJob]) -> None:
-    """Copy the entry of a job whose folder was moved to the entry for the new place."""
+    """Copy the entry of a job whose folder was moved to its entry for the present folder."""
     for entry in entries:
         is_same_job = (entry.name, entry.host, entry.began_at) == (moved.name, moved.host, moved.began_at)
         if is_same_job and is_there(entry) and ours(job_of(entry)) is not None:
@@ -126,12 +131,14 @@ def _keep_at_new_place(moved: KnownJob, entries: Sequence[KnownJob]) -> None:
 
 
 def _stronger(moved: KnownJob, present: KnownJob | None) -> KnownJob:
-    """Return the entry at a job's new place, unless it exists only because a command saw the job there."""
+    """Return `present`, the entry for the job's present folder, unless a command that saw the job there created it;
+    then return `moved`."""
     return moved if present is None or present.only_seen else present
 
 
 def _is_begun(queued: KnownJob, candidate: KnownJob) -> bool:
-    """Return whether a job is a run of the job `queued`; numbers alone do not decide, as Slurm reuses them."""
+    """Return whether `candidate` is a run of the submitted job `queued`. Equal numbers are not enough, because Slurm
+    reuses numbers."""
     return (
         candidate.state != QUEUED
         and candidate.slurm_job == queued.slurm_job
@@ -141,7 +148,8 @@ def _is_begun(queued: KnownJob, candidate: KnownJob) -> bool:
 
 
 def _known(say: Say) -> tuple[list[KnownJob], set[str]]:
-    """Return the registry's jobs plus jobs of this home that it lacks, and the homes that do not answer."""
+    """Return the jobs in the registry, and jobs of this home that the registry lacks; and the homes that do not
+    answer."""
     entries, problems = registry.entries()
     if problems:
         say(f"warning: {problems[0]}" + (f"; and {len(problems) - 1} more" if len(problems) > 1 else ""))
@@ -168,7 +176,8 @@ def _known(say: Say) -> tuple[list[KnownJob], set[str]]:
 
 
 def _silent(homes: Collection[str]) -> set[str]:
-    """Return the homes on a file system that hangs; reading them here would block the list of all other jobs."""
+    """Return the homes on a file system that hangs: reading them in this thread would block the list of all other
+    jobs."""
 
     def look(folder: str) -> None:
         with suppress(OSError), os.scandir(Path(folder, "jobs")) as entries:
@@ -184,7 +193,7 @@ def _silent(homes: Collection[str]) -> set[str]:
 
 
 def _settled(entry: KnownJob, now_s: float, say: Say) -> KnownJob:
-    """Return the entry; if the job is over and its end was not recorded, record it first."""
+    """Return the entry. If the job is over and its end was not recorded, record the end first."""
     if entry.ended_at is not None or not is_there(entry):
         return entry
     job = ours(job_of(entry))
@@ -201,10 +210,10 @@ def _settled(entry: KnownJob, now_s: float, say: Say) -> KnownJob:
 
 
 def _over_at(entry: KnownJob) -> float | None:
-    """Return when the job ended; None while it may run.
+    """Return the time when the job ended; None while it may be running.
 
-    A job whose folder was removed before its end was known counts as ended when it began; only on this host, as another
-    host may still see the folder.
+    A job whose folder was removed before its end was recorded counts as ended at its start; but only on the host that
+    created the folder, because another host may still see it.
     """
     if entry.ended_at is None and entry.host == socket.gethostname() and not is_there(entry):
         return entry.began_at
@@ -249,7 +258,7 @@ def _row(entry: KnownJob, now_s: float, ledgers: _Ledgers | None) -> Row:
 
 def _state(entry: KnownJob, now_s: float) -> str:
     if entry.state == QUEUED:
-        return QUEUED  # it has no folder yet
+        return QUEUED  # a submitted job has no folder yet
     if not is_there(entry):
         return "folder gone" if entry.host == socket.gethostname() else NOT_SEEN
     if entry.ended_at is None and not job_of(entry).is_led:
@@ -260,7 +269,8 @@ def _state(entry: KnownJob, now_s: float) -> str:
 def _reported_progress(entry: KnownJob, now_s: float) -> Row | None:
     """Return the progress that the supervisor wrote to the job's folder, so that no ledger has to be opened.
 
-    None if the file is too old: then the ledger shows whether the job is stuck or its folder was not writable.
+    None if the file is missing or too old. In that case, the ledger shows whether the job is stuck or the folder was
+    not writable.
     """
     from wrapper.output.progress import Goal, longest_s, progress
 
@@ -275,7 +285,7 @@ def _reported_progress(entry: KnownJob, now_s: float) -> Row | None:
         trains = Goal(iterations=file.target, resume_from=file.resumed_from)
         figures = progress(trains, recent, datetime.fromtimestamp(now_s, UTC), running=True)
     except (ValueError, OverflowError, OSError):
-        return None  # a time outside the calendar's range
+        return None  # a time that the calendar cannot express
     if now_s - (file.recent[-1].finished_at if file.recent else file.written_at) > longest_s(recent):
         return None
     return {
@@ -291,7 +301,8 @@ def _time(seconds: float | None) -> datetime | None:
 
 
 class _Ledgers:
-    """Ledgers of running jobs, each opened once; an unreadable one is reported, and its jobs have no figures."""
+    """The ledgers of running jobs, each opened only once. A ledger that cannot be read is reported, and its jobs have
+    no figures."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
@@ -326,7 +337,7 @@ class _Ledgers:
                 "layout": plans[0]["description"] if plans else None,
             }
         except JobNotFoundError:
-            return {}  # it has just begun
+            return {}  # the job has just begun
         except DAMAGED_JOB_ERRORS as error:
             self._say(f"warning: job {job.name}: {error}")
             return {}

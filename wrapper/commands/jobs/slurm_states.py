@@ -1,6 +1,6 @@
-"""States of the jobs of `resihp jobs` in Slurm, with one call to Slurm for all rows.
+"""Slurm's states of the jobs in `resihp jobs`, with one call to Slurm for all rows.
 
-Decides which of Slurm's jobs is which of ours, and which of ours are over. Never raises for a Slurm that does not
+Decides which of Slurm's jobs belongs to which row, and which jobs are over. Never raises an error if Slurm does not
 answer. Called by `listing`.
 """
 
@@ -22,19 +22,19 @@ Row = dict[str, Any]
 Say = Callable[[str], None]
 
 NOT_SEEN = "not seen from here"
-"""State of a job whose folder another host made and this one does not see."""
+"""State of a job whose folder was created on another host and is not visible on this host."""
 UNKNOWN_STATE = "unknown"
-"""State of a job without a visible supervisor and with its journal elsewhere, or with an unreadable folder."""
+"""State of a job without a visible supervisor whose journal is on another machine, or whose folder cannot be read."""
 SLURM_TIMEOUT_S = 3.0
-"""Seconds to wait for Slurm."""
+"""Seconds to wait for an answer of Slurm."""
 
 
 def add_slurm_states(rows: Iterable[Row], slurm: Slurm | None, say: Say) -> list[Row]:
-    """Add Slurm's state to jobs not known to have ended and to jobs that Slurm may run again, with one call to Slurm.
+    """Add Slurm's state to the rows of jobs that are not known to have ended, and of jobs that Slurm may run again.
 
-    Return the jobs that Slurm neither runs nor holds and whose end is unknown otherwise. Slurm reuses job numbers, and
-    each cluster has its own: a job of Slurm's that is older than ours, of another user or on another cluster, is a
-    different job.
+    Returns the rows of jobs that are over according to Slurm and whose end is not known otherwise. Slurm reuses the
+    numbers of jobs, and each cluster has its own numbers: a job in Slurm that is older than the row's job, of another
+    user, or on another cluster is a different job.
     """
     slurm_rows = [row for row in rows if row["slurm_job"]]
     newest = _newest(slurm_rows)
@@ -53,7 +53,7 @@ def add_slurm_states(rows: Iterable[Row], slurm: Slurm | None, say: Say) -> list
 
 
 def _ask(slurm: Slurm | None, rows: list[Row], say: Say) -> tuple[list[Row], Mapping[str, JobView]]:
-    """Return the rows of this cluster, and Slurm's jobs by their number; nothing if Slurm does not answer."""
+    """Return the rows of this cluster, and Slurm's jobs by number. Both are empty if Slurm does not answer."""
     if slurm is None:
         from slurm.commands import CommandLine
 
@@ -71,7 +71,8 @@ def _ask(slurm: Slurm | None, rows: list[Row], say: Say) -> tuple[list[Row], Map
 
 
 def _is_over_in_slurm(row: Row, view: JobView | None) -> bool:
-    """Add Slurm's state to the row; return whether Slurm neither runs nor holds the job and its end is unknown."""
+    """Add Slurm's state to the row. Return whether Slurm has the job neither running nor waiting, and its end is not
+    known otherwise."""
     if row["ended_at"] is not None and (view is None or view.state != "pending"):
         return False
     is_active = False
@@ -85,18 +86,20 @@ def _is_over_in_slurm(row: Row, view: JobView | None) -> bool:
 
 
 def _newest(rows: Iterable[Row]) -> Collection[Row]:
-    """Of several runs of a job in Slurm, the last one."""
+    """Return the last run of each Slurm job."""
     of_job = {(row["cluster"], row["slurm_job"]): row for row in sorted(rows, key=lambda row: row["began_at"])}
     return of_job.values()
 
 
 def _may_run_again(row: Row) -> bool:
-    """Whether it asked Slurm for that, or died in a way that Slurm may have seen."""
+    """Return whether Slurm may run the job again: the job requested that, or died in a way that Slurm may have
+    noticed."""
     return bool(row["exit_code"] == REQUEUE_REQUESTED or row["state"] == "abnormal")
 
 
 def _is_same_job(view: JobView, row: Row) -> bool:
-    """Return whether Slurm's job is the job of this row; a requeued job counts as submitted when it was requeued."""
+    """Return whether Slurm's job is the job of this row. A requeued job counts as submitted at the time when it was
+    requeued."""
     began_s: float = row["began_at"].timestamp()
     if row["ended_at"] is not None:
         in_time = view.submitted_at is None or view.submitted_at >= began_s

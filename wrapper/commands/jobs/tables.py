@@ -1,4 +1,5 @@
-"""A user's jobs on a terminal: a row of columns for each, with its folder below; on a narrow terminal, wrapped words.
+"""The output of `resihp jobs` on a terminal: for each job a row of columns, and its folder below; on a narrow terminal,
+wrapped words.
 
 Called by `wrapper.commands.jobs.command`. Rows in, lines out; names are shown literally.
 """
@@ -22,11 +23,11 @@ COLUMN_HEADINGS = ("job", "state", "nodes", "iteration", "last", "ETA", "loss")
 COLUMN_GAP = "  "
 STATE_COLOURS = {"running": "green", "completed": "green", "cancelled": "yellow", "starting": "cyan", QUEUED: "cyan"}
 STATE_COLUMN = 1
-"""Index of the state among the columns."""
+"""Index of the column with the job's state."""
 
 
 def lines(rows: Sequence[Row], width: int | None, now: datetime | None = None) -> list[Text]:
-    """Return the output of `jobs` in `width` columns; None: in as many as it needs."""
+    """Return the output of `jobs`, in lines of `width` columns; None: as wide as necessary."""
     now = now or datetime.now(UTC)
     cells = [_cells(row, now) for row in rows]
     widths = [max(map(len, column)) for column in zip(COLUMN_HEADINGS, *cells, strict=True)]
@@ -82,9 +83,9 @@ def _line(cells: Sequence[str], widths: Sequence[int], style: str, colour: str) 
 
 
 def _wrapped(words: Sequence[str], width: int | None) -> list[Text]:
-    """Return the words, two blanks apart, in lines of `width` columns, all but the first line indented.
+    """Return the words, two blanks apart, in lines of `width` columns. All lines except the first are indented.
 
-    Longer words are broken. `width` None: one line.
+    Words that are too long are broken. `width` None: one line.
     """
     if width is None:
         return [Text(COLUMN_GAP.join(words))]

@@ -1,8 +1,8 @@
 """`resihp logs`: print the ends of a job's logs, of all its processes or of one, and follow them.
 
-Reads files in the job's folder, to which agents copy their processes' output about once a second; never contacts the
-job. The supervisor's output is in its own log and, after the job's host has died, in the log of the agent whose node
-has led since then. `-f` waits for a log that does not exist yet, unless the job can never have it.
+Reads files in the job's folder, to which agents copy the output of their processes about once a second. Never contacts
+the job. The supervisor's output is in its own log; after the job's host has died, it is in the log of the agent whose
+node has led the job since. `-f` waits for a log that does not exist yet, unless the job can never have it.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 DEFAULT_LINES, DEFAULT_LINES_PER_LOG = 50, 10
 MAX_FILES = 16
-"""Most logs whose ends are shown at once: those written last."""
+"""Most logs that are shown at once: those written last."""
 POLL_INTERVAL_S = 0.5
 SEARCH_INTERVAL_S = 5.0
 """Seconds between two searches for logs of new processes and of a new leader."""
 NO_SUPERVISOR_TIMEOUT_S = 60.0
-"""Seconds without a supervisor after which no more output is expected."""
+"""Seconds without a supervisor after which no further output is expected."""
 MAX_LEADERS = 100
 _OF_RANK = re.compile(r"\.rank(\d+)\.log$")
 
 
 class LogSelection(NamedTuple):
-    """Processes whose logs are wanted; by default all."""
+    """The processes whose logs are shown; by default all processes."""
 
     rank: int | None = None
     node: str | None = None
@@ -55,7 +55,8 @@ class LogSelection(NamedTuple):
 
 
 class _FileStat(NamedTuple):
-    """Size and time of a file, read once: a large job has tens of thousands of logs on a shared file system."""
+    """Size and time of a file, read only once, because a large job has tens of thousands of logs on a shared file
+    system."""
 
     size: int
     written_at: float
@@ -117,7 +118,7 @@ def logs(
 
 
 def _check_may_come(job: Job, wanted: LogSelection, *, follow: bool) -> None:
-    """Raise UsageError unless logs that are missing may still come, and are waited for."""
+    """Raise UsageError if the selected logs are missing, unless they may still come and `follow` waits for them."""
     if not follow or job.is_over or job.never_began(time.time()):
         raise UsageError(f"job {job.name}: {_missing_log(job, wanted)}")
     if why_not := _cannot_come(job, wanted):
@@ -125,14 +126,14 @@ def _check_may_come(job: Job, wanted: LogSelection, *, follow: bool) -> None:
 
 
 def _line_count(lines: int | None, *, many: bool) -> int:
-    """Return how many lines of each log are shown."""
+    """Return the number of lines to show of each log."""
     if lines is not None:
         return lines
     return DEFAULT_LINES_PER_LOG if many else DEFAULT_LINES
 
 
 def _read_ends(paths: Sequence[Path], line_count: int, growing: GrowingFiles) -> dict[Path, list[str]]:
-    """Return the last lines of logs, which then grow from there; logs that cannot be read are left out."""
+    """Return the last lines of each log, and follow the logs from there. Logs that cannot be read are left out."""
     ends = {}
     for path in paths:
         with suppress(OSError):
@@ -150,7 +151,7 @@ def _print_ends(ends: Mapping[Path, list[str]], *, many: bool) -> None:
 
 
 def files_of(job: Job, wanted: LogSelection) -> list[Path]:
-    """Return the existing logs of the wanted processes."""
+    """Return the existing logs of the selected processes."""
     try:
         check_links(job.logs)
         paths = [path for path in job.logs.iterdir() if path.suffix == ".log" and is_plain(path)]
@@ -169,7 +170,7 @@ def files_of(job: Job, wanted: LogSelection) -> list[Path]:
 
 
 def _leaders(job: Job) -> set[str]:
-    """Return the nodes whose agents have led the job after its first supervisor, according to its ledger."""
+    """Return the nodes whose agents have led the job after its first supervisor, from its ledger."""
     from wrapper.output.ledgers import opened
 
     with suppress(ResihpError), opened(str(job.folder), None) as (reader, row):
@@ -178,7 +179,7 @@ def _leaders(job: Job) -> set[str]:
 
 
 class _JobSize(msgspec.Struct, frozen=True):
-    """The settings of a job that bound its ranks and nodes."""
+    """The settings of a job that limit its ranks and nodes."""
 
     nodes: int
     gpus_per_node: int
@@ -192,14 +193,14 @@ class _RunFile(msgspec.Struct, frozen=True):
 
 
 def _cannot_come(job: Job, wanted: LogSelection) -> str:
-    """Return why no such process can ever start; empty if one may.
+    """Return the reason why the selected processes can never start; empty if they may start.
 
-    Each respawned worker gets a new rank, as do workers of replacement nodes.
+    A worker that is started again gets a new rank, as do workers of replacement nodes.
     """
     try:
         size = msgspec.json.decode(read_plain(job.run_file), type=_RunFile).settings
     except (OSError, ValueError, RecursionError):
-        return ""  # just being written, or from an older version
+        return ""  # the file is just being written, or is from an older version
     ranks = (size.nodes + size.replacements) * size.gpus_per_node * (1 + size.come_backs)
     if wanted.rank is not None and wanted.rank >= ranks:
         return f"there will be no rank {wanted.rank}; its ranks are at most 0 to {ranks - 1}"
@@ -209,14 +210,14 @@ def _cannot_come(job: Job, wanted: LogSelection) -> str:
 
 
 def _missing_log(job: Job, wanted: LogSelection) -> str:
-    """Return which log is missing, and which logs exist instead."""
+    """Return a description of the missing log, and of the logs that exist."""
     if not (existing := _existing_logs(job)):
         return f"no log of {wanted} in {job.logs}, as its workers have not begun; see resihp status {job.name}"
     return f"no log of {wanted} in {job.logs}{existing}"
 
 
 def _existing_logs(job: Job) -> str:
-    """Return the ranks and nodes that have logs; empty if none has."""
+    """Return a description of the ranks and nodes that have logs; empty if there are no logs."""
     paths = files_of(job, LogSelection())
     ranks = sorted({int(match[1]) for path in paths if (match := _OF_RANK.search(path.name))})
     nodes = sorted({path.name.partition(".")[0] for path in paths} - {"supervisor", "forkserver"})

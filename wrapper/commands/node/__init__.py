@@ -1,4 +1,4 @@
 """`resihp node`: drain, exclude and repair nodes by hand, and show their health.
 
-`command` is the drain ladder, `maintenance` records repairs.
+`command` has the drain ladder, `holding` finds the job that holds a node, `maintenance` records repairs.
 """

@@ -1,8 +1,9 @@
-"""`resihp node drain|undrain|exclude|list|health`: the drain ladder by hand, for nodes of one's own jobs (`holding`).
+"""`resihp node drain|undrain|exclude|list|health`: the drain ladder by hand, for nodes of the user's own jobs.
 
-A job drains nodes by itself after a verdict (`slurm.drains.drain`); these commands follow the same rules: only nodes
-that one of the user's jobs holds or has held, never a batch host, never another owner's reason. Repairs are in
-`maintenance`. Data goes to stdout, messages to stderr. Slow imports are inside the functions.
+A job drains nodes by itself after a verdict (`slurm.drains.drain`). These commands follow the same rules: they drain
+only nodes that one of the user's jobs holds or has held (`holding`), never a batch host, and never change another
+owner's reason. Repairs are in `maintenance`. Data goes to stdout, messages to stderr. Slow imports are inside the
+functions.
 """
 
 from __future__ import annotations
@@ -238,7 +239,7 @@ def _most_drained() -> int | None:
 
 
 def _exclusions(slurm: Slurm, other_home: Path | None = None) -> Exclusions:
-    """Return the exclusion list of this home, or of the given one."""
+    """Return the exclusion list of `other_home`, by default of this home."""
     from slurm.drains.exclusions import Exclusions
     from wrapper.job_folder import check_our_home, home
 
@@ -246,9 +247,9 @@ def _exclusions(slurm: Slurm, other_home: Path | None = None) -> Exclusions:
 
 
 def _list_with(slurm: Slurm, node: str) -> Exclusions:
-    """Return the exclusion list that has the node: this home's, or else another's.
+    """Return the exclusion list that contains the node: the list of this home, or else of another home.
 
-    Raises UsageError if several other homes have it.
+    Raises UsageError if several other homes exclude the node.
     """
     own_list = _exclusions(slurm)
     lists = lists_with(node, own_list.cluster, time.time())
@@ -287,7 +288,7 @@ def _reached(outcomes: dict[str, str]) -> bool:
 
 
 def _print(steps: Iterator[Step], as_json: bool) -> dict[str, str]:
-    """Print the outcome of each step of the ladder; return the outcomes by step."""
+    """Print the result of each step of the drain ladder; return the results by step."""
     from wrapper.output.answers import console
     from wrapper.output.tables import Column, show
 
@@ -301,7 +302,8 @@ def _print(steps: Iterator[Step], as_json: bool) -> dict[str, str]:
 
 
 def _rows(cluster: str, slurm: Slurm | None) -> list[dict[str, Any]]:
-    """Return rows for excluded nodes, and for formerly excluded ones that are still drained with our reason."""
+    """Return rows for nodes that are excluded, and for nodes that no longer are but are still drained with our
+    reason."""
     from slurm.client import PREFIX
     from slurm.errors import SlurmError
     from wrapper.slurm_tasks import exclusion_lists as lists

@@ -1,7 +1,8 @@
-"""Find the user's job that holds a node, and the home of that job, among this home and all others in the registry.
+"""Finds the user's job that holds a node, and the home of that job, in this home and in all other homes in the
+registry.
 
-Refuses other users' jobs. If several of the user's jobs hold the node, or several homes exclude it, the user has to
-choose. Used by `resihp node drain` and `undrain`.
+Refuses other users' jobs. If several of the user's jobs hold the node, or several homes exclude it, the user must
+choose one. Used by `resihp node drain` and `undrain`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ if TYPE_CHECKING:
     from slurm.drains.exclusions import Exclusions
 
 MAX_JOBS_CONSIDERED = 20
-"""How many of this home's newest jobs, and of other homes' newest finished jobs, are considered; older ones have to be
-named."""
+"""Number of this home's newest jobs, and of the newest finished jobs of other homes, that are considered; older jobs
+must be named."""
 MAX_JOURNALS_READ = 5
 
 
 def holder(slurm: Slurm, node: str, job: str | None) -> JobView:
-    """Return the user's own job that holds this node, or has held it. Raises UsageError."""
+    """Return the user's own job that holds this node, or else one that has held it. Raises UsageError if there is
+    none."""
     own_views = _own_views(slurm, job)
     _check_one_holds(own_views, node)
     for view in own_views:
@@ -42,9 +44,9 @@ def holder(slurm: Slurm, node: str, job: str | None) -> JobView:
 
 
 def _own_views(slurm: Slurm, job: str | None) -> list[JobView]:
-    """Return the user's own jobs, as Slurm knows them: the named one, or all.
+    """Return Slurm's view of the named job, or of all jobs of the user that are known here.
 
-    Raises UsageError if Slurm does not know the named one, or if it is another user's.
+    Raises UsageError if Slurm does not know the named job, or if it belongs to another user.
     """
     me = user()
     ids = [job] if job else _own_jobs(slurm)
@@ -57,7 +59,7 @@ def _own_views(slurm: Slurm, job: str | None) -> list[JobView]:
 
 
 def _check_one_holds(own_views: Sequence[JobView], node: str) -> None:
-    """Raise UsageError if several jobs hold the node, and this process is not in the first of them."""
+    """Raise UsageError if several jobs hold the node, unless this process runs in the first of them."""
     from wrapper.launch.allocation import job_id as own_job
 
     holding_views = [view for view in own_views if view.active and node in view.nodes]
@@ -69,14 +71,14 @@ def _check_one_holds(own_views: Sequence[JobView], node: str) -> None:
 
 
 def home_of(job_id: str) -> Path:
-    """Return the home of a Slurm job; this home for an unknown job."""
+    """Return the home of a Slurm job; this home if the job is unknown."""
     from wrapper.job_folder import home
 
     return next((home_path for home_path, ids in _homes().items() if job_id in ids), home())
 
 
 def lists_with(node: str, cluster: str, now: float) -> list[Exclusions]:
-    """Return the exclusion lists that have the node, of all known homes."""
+    """Return the exclusion lists, of all known homes, that contain the node."""
     from slurm.drains.exclusions import Exclusions
     from wrapper.job_folder import is_our_home
 
@@ -87,7 +89,7 @@ def lists_with(node: str, cluster: str, now: float) -> list[Exclusions]:
 
 
 def user() -> str:
-    """Return the user's name. Raises UsageError for a user without a name on this machine."""
+    """Return the user's name. Raises UsageError if the user has no name on this machine."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -95,7 +97,8 @@ def user() -> str:
 
 
 def _own_jobs(slurm: Slurm) -> list[str]:
-    """Return the user's Slurm jobs of this cluster: the current one, those of this home, and those of other homes."""
+    """Return the numbers of the user's Slurm jobs on this cluster: this process's job, jobs of this home, and jobs of
+    other homes."""
     from slurm.parse import JOB_ID
     from wrapper import registry
     from wrapper.job_folder import all_jobs, slurm_job_of
@@ -113,7 +116,7 @@ def _own_jobs(slurm: Slurm) -> list[str]:
 
 
 def _homes() -> dict[Path, set[str]]:
-    """Return this home and the homes of all known jobs, each with its Slurm jobs."""
+    """Return this home and the homes of all registered jobs, each with the numbers of its Slurm jobs."""
     from wrapper import registry
     from wrapper.job_folder import all_jobs, home, slurm_job_of
 
@@ -135,7 +138,7 @@ def _in(homes: Sequence[str]) -> str:
 
 
 def _joined(job_id: str) -> set[str]:
-    """Return all nodes that have ever joined the job, according to its journal."""
+    """Return all nodes that have ever joined the job, from its journal; empty if the journal cannot be read."""
     from resihp.errors import ResihpError
     from resihp.record.journal import NodeJoined
     from wrapper.job_folder import find_job

@@ -93,7 +93,7 @@ def connect() -> Slurm:
 
 
 def _cluster() -> str:
-    """Return the name of the cluster; empty without Slurm."""
+    """Return the name of this cluster; empty without Slurm."""
     from slurm.errors import SlurmError
 
     try:

@@ -1,2 +1,2 @@
-"""Commands for operators of a running job, over its supervisor's authenticated socket: stop it, have it write a
-checkpoint, inject a fault."""
+"""Commands for operators of a running job: stop the job, have it write a checkpoint, inject a fault. They use the
+supervisor's authenticated socket."""

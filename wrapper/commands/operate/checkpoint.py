@@ -1,7 +1,8 @@
 """`resihp checkpoint now|list`: have a running job write a checkpoint, and list a job's checkpoints.
 
-The controller orders a checkpoint on demand (`resihp.controller.iterations`), and training continues meanwhile. The
-list is read from the checkpoint folder alone, without the job or its ledger. Slow imports are inside the functions.
+The controller orders the checkpoint (`resihp.controller.iterations`), and training continues meanwhile. The list is
+read from the checkpoint folder alone, without contacting the job or reading its ledger. Slow imports are inside the
+functions.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ def show(
 
 
 def rows(folder: Path, *, verify: bool = False) -> list[Row]:
-    """Return the rows of `checkpoint list --json`, newest first. `resumes`: whether `--resume` would take this one."""
+    """Return the rows of `checkpoint list --json`, newest first. `resumes` in a row: whether `--resume` would take its
+    checkpoint."""
     from resihp.worker.checkpoints import stored
 
     listed = stored(folder, verify=verify)

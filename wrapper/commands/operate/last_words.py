@@ -1,4 +1,5 @@
-"""The last lines of the worker that failed first, which `resihp run` prints when its job has failed. Reads only."""
+"""Returns the last lines of the worker that failed first; `resihp run` prints them when its job has failed. Reads
+only."""
 
 from __future__ import annotations
 
@@ -12,11 +13,12 @@ from wrapper.job_folder import Job
 
 MAX_LINES = 8
 MAX_BYTES = 1 << 14
-"""Bytes read from the end of a log."""
+"""Bytes that are read from the end of a log."""
 
 
 def last_words(job: Job) -> str:
-    """Return its log's path, and the last lines unless a traceback was already shown; empty if no worker failed."""
+    """Return the path of the log of the worker that failed first, with its last lines unless a traceback was already
+    shown; empty if no worker failed."""
     nodes: dict[int, str] = {}
     failed: int | None = None
     cause: journal.FailureFound | None = None
@@ -31,7 +33,7 @@ def last_words(job: Job) -> str:
                     cause = failure
     has_traceback = cause is not None and "Traceback" in cause.evidence
     if cause is not None and cause.diagnosed is not None and cause.diagnosed.ranks:
-        failed = cause.diagnosed.ranks[0]  # the worker that ended first may only have lost its peer
+        failed = cause.diagnosed.ranks[0]  # not the worker that ended first, as it may only have lost its peer
     if failed is None or failed not in nodes:
         return ""
     log = job.logs / f"{nodes[failed]}.rank{failed}.log"

@@ -1,4 +1,4 @@
-"""The outcome of a finished job, as `resihp run --json` and `resihp stop --json` print it. Reads only."""
+"""The outcome of a finished job, for `resihp run --json` and `resihp stop --json`. Reads only."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def outcome(job: Job, exit_code: int | None = None) -> dict[str, Any]:
     """Return the outcome of a job: `schema, job, id, exit_code, state, reason, iteration, target, committed_iterations,
     failures, goodput, checkpoint, go_on, folder, logs`.
 
-    `exit_code`: the command's, or else the job's. If the ledger cannot be read, its values are null and a message says
-    so.
+    `exit_code`: the exit code of the command; None to use the job's. If the ledger cannot be read, the values from it
+    are None, and a message reports that.
     """
     from wrapper.commands.operate.checkpoint import rows
     from wrapper.commands.resume import checkpoint_folder_of

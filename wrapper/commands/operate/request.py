@@ -1,4 +1,4 @@
-"""Requests of operators to a running job: one request, one answer, over the supervisor's authenticated socket.
+"""Sends a request of an operator to a running job: one request, one reply, over the supervisor's authenticated socket.
 
 Used by `resihp stop`, `checkpoint now`, `inject` and `why-not`.
 """
@@ -16,9 +16,10 @@ DEFAULT_TIMEOUT_S = 10.0
 
 
 async def ask(job: Job, request: OperatorRequest, patience_s: float = DEFAULT_TIMEOUT_S) -> OperatorReply:
-    """Send a request to a job's supervisor and return the reply.
+    """Send a request to a job's supervisor, and return the reply.
 
-    Raises UsageError if the job is not running, ResihpError if it does not answer within `patience_s` seconds.
+    Raises UsageError if the job is not running, ResihpError if its supervisor does not reply within `patience_s`
+    seconds.
     """
     address = job.supervisor()
     if address is None:

@@ -1,7 +1,8 @@
-"""`resihp stop`: end a job after a checkpoint of the current iteration, and show its progress until it has ended.
+"""`resihp stop`: end a job after a checkpoint of the current iteration, and show the progress of that until the job has
+ended.
 
-The job's controller decides the steps (`resihp.controller.shutdown`); the progress is read from its journal. Slow
-imports are inside the functions.
+The job's controller decides the steps (`resihp.controller.shutdown`); this command reads the progress from the job's
+journal. Slow imports are inside the functions.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 POLL_INTERVAL_S = 0.3
 NO_SUPERVISOR_TIMEOUT_S = 10.0
-"""Seconds without a supervisor and without a recorded end after which the job counts as dead. Until then, another
+"""Seconds without a supervisor and without a recorded end after which the job counts as dead. Before that, another
 supervisor may be taking over."""
 
 
@@ -52,7 +53,7 @@ def stop(
 
     this_job = find_job(job)
     journal = StopProgress(this_job)
-    journal.new()  # skip earlier entries
+    journal.new()  # so that earlier entries are skipped
     state = "it may have been asked to stop"
     try:
         reply = asyncio.run(ask(this_job, AskStop(at_once=now)))
@@ -75,7 +76,7 @@ def stop(
 
 
 def _follow(job: Job, journal: StopProgress) -> bool:
-    """Print the job's progress until it has ended; return False if it is dead without a recorded end."""
+    """Print the job's progress until the job has ended; return False if the job is dead and has no recorded end."""
     last_led_at = time.monotonic()
     while True:
         is_over, is_led = job.is_over, job.supervisor() is not None
@@ -91,9 +92,10 @@ def _follow(job: Job, journal: StopProgress) -> bool:
 
 
 class StopProgress:
-    """Reader of the journal entries about a job's stop, each entry once.
+    """Reads the journal entries about the stop of a job, each entry once.
 
-    Only the new part of the journal is read, as this runs several times a second while the job writes its checkpoint.
+    Only the new part of the journal is read, because this is done several times a second while the job writes its
+    checkpoint.
     """
 
     def __init__(self, job: Job) -> None:
@@ -101,7 +103,7 @@ class StopProgress:
         self._reading: ReadingOn | None = None
 
     def new(self) -> list[AnyEntry]:
-        """Return the entries since the last call."""
+        """Return the entries that were written since the last call."""
         from resihp.errors import JobNotFoundError, ProtocolError
         from resihp.record import journal
         from resihp.record.reading_on import ReadingOn
@@ -111,7 +113,7 @@ class StopProgress:
             path = next((candidate for candidate in self._job.journals if candidate.exists()), None)
             if path is None:
                 return []
-            if self._reading is None or self._reading.path != path:  # another node leads now, or the copy has appeared
+            if self._reading is None or self._reading.path != path:  # another node leads now, or the copy was made
                 self._reading = ReadingOn(path, self._reading.seen if self._reading else 0)
             return [record.entry for record in self._reading.new() if isinstance(record.entry, kinds)]
         return []

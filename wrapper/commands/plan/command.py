@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from resihp.scheduler.what_if.question import Question
 
 MAX_TUNED_CHUNKS = 4
-"""Most virtual stages per stage that --tune tries. A job begins with one (`[layout] tune`)."""
+"""Most chunks of layers per stage that --tune tries. A job with `[layout] tune` begins with one."""
 
 
 FASTER_RATIO = 0.995
-"""Ratio to the iteration time before, below which the new plan counts as faster."""
+"""The new plan counts as faster if its iteration time divided by the time before is below this."""
 TRIALS_PER_CHECK = 20
-"""Trials of a search between two checks of the clock."""
+"""Number of trials of a search between two looks at the clock."""
 
 
 class PlannerChoice(str, Enum):  # noqa: UP042 - StrEnum's help text shows differently in older Typer
-    """Available planners: resihp's own, the published heuristic, its first steps, and dropping replicas."""
+    """Planners: resihp's own, the published heuristic, the first steps of that heuristic, and dropping replicas."""
 
     resihp = "resihp"
     resihp_paper = "resihp-paper"
@@ -149,7 +149,8 @@ def plan(options: PlanOptions) -> None:
 def _show_losses(
     options: PlanOptions, query: Question, base: Plan, model: str, hardware: str, situation: Situation
 ) -> None:
-    """Print which single loss would hurt most: under the plan in effect or, with --fail and the like, the answer."""
+    """Print the single losses that would hurt most: under the plan in effect or, with options such as --fail, under the
+    new plan."""
     from rich.console import Console
 
     from resihp.scheduler.what_if import losses
@@ -173,7 +174,7 @@ def _show_losses(
 
 
 def happened(options: PlanOptions) -> bool:
-    """Return whether the options name something that failed or is slow."""
+    """Return whether the options name a device, node or link that failed or is slow."""
     return bool(options.fail or options.fail_node or options.slow or options.slow_link)
 
 
@@ -185,7 +186,8 @@ def _search_command(options: PlanOptions) -> str:
 
 
 def _question(options: PlanOptions) -> tuple[Question, Plan, str, str]:
-    """Return the question, its initial plan, and the names of model and hardware. Raises UsageError, PlanError."""
+    """Return the question, the plan before the failures, and the names of model and hardware. Raises UsageError,
+    PlanError."""
     import msgspec
 
     from resihp.scheduler.what_if import catalogue, option_texts, question
@@ -237,7 +239,7 @@ def _question(options: PlanOptions) -> tuple[Question, Plan, str, str]:
 
 
 def _decision(options: PlanOptions, query: Question, base: Plan, situation: Situation) -> tuple[Decision, float]:
-    """Return the planner's decision, and the seconds it took. Raises PlanError."""
+    """Return the planner's decision, and the seconds that it took. Raises PlanError."""
     if options.search and (options.tune or options.planner is not PlannerChoice.resihp):
         raise UsageError("plan --search: starts from resihp's own plan; leave --tune and --planner out")
     if options.tune:
@@ -284,7 +286,7 @@ def _tuner(base: Plan, most_chunks: int) -> Callable[[Situation], Decision]:
 
 
 def _warm(decide: Callable[[Situation], Decision]) -> None:
-    """Make a small decision first, so that the timing of the real one excludes imports and compilation."""
+    """Make the planner decide a small question first, so that the measured time excludes imports and compilation."""
     from resihp.scheduler.what_if import catalogue, question
 
     small = question.Question(
@@ -333,7 +335,8 @@ def _show(
 
 
 def sentences(outcome: WhatIfAnswer, planning_s: float, first: bool = False, again: str = "") -> list[str]:
-    """Return sentences on transfers, cost and payback (not for a `first` layout), alternatives, and the reason.
+    """Return sentences on transfers, cost and payback, on alternatives, and on the reason. For a `first` layout, there
+    are none on transfers, cost and payback.
 
     `again`: the command that searches for a better plan on all devices; empty if nothing has failed.
     """

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 20
 BETTER_RATIO = 1.005
-"""Ratio of the throughput after a loss to that before, above which it counts as higher."""
+"""Ratio of the throughput after a loss to the throughput before, above which the throughput counts as higher."""
 SHARDED_STATE_REMARK = (
     "--zero-1: each part of the optimizer state has one holder; the planner ignores its loss, after which a job would "
     "have to return to its last checkpoint"
 )
-"""Remark on sharded optimizer state."""
+"""Remark that is shown for sharded optimizer state."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -70,10 +70,10 @@ def show(query: Question, model: str, hardware: str, losses_found: Losses, plann
 
 
 def rows(losses_found: Losses) -> list[Row]:
-    """Return the rows, worst first; equivalent places share a row.
+    """Return the rows of the table, worst first. Losses of equivalent places share a row.
 
-    Losses without moved state share a row if their effect is equal. If there were too many rows, so do all losses of
-    equal effect apart from the bytes moved.
+    Losses after which the job cannot run, or state is lost, share a row if their effect is equal. If there are too many
+    rows, all losses of equal effect share a row, even if different numbers of bytes are moved.
     """
     by_place = _together(losses_found, places=True)
     return by_place if len(by_place) <= MAX_ROWS else _together(losses_found, places=False)
@@ -103,7 +103,7 @@ def _row(group: list[LossResult]) -> Row:
 
 
 def _percent(aftermath: LossResult, losses_found: Losses) -> str:
-    """Return the throughput after the loss as a share of the present one."""
+    """Return the throughput after the loss as a percentage of the present throughput."""
     return "none" if aftermath.obstacle else f"{losses_found.seconds / aftermath.seconds:.0%}"
 
 

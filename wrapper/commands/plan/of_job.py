@@ -1,11 +1,11 @@
-"""The question of `resihp plan JOB`: a job's layout, model, times and slow devices, from its ledger. Reads only.
+"""Builds the question of `resihp plan JOB` from a job's ledger: its layout, model, times and slow devices. Reads only.
 
 Called by `wrapper.commands.plan.command`. Times are the job's own: an iteration of the plan in effect takes as long as
-measured under the present conditions, and other plans are scaled in proportion. The proportion comes from the job's
-learnt times if the plan was decided by them; else from arithmetic for its devices; if these are unknown, from the
-numbers of layers and micro-batches alone, as a small model on the wrong devices would seem to do nothing but
-communicate. Remarks name data that the ledger lacks: a plan's own orders of work, and the kind of devices if no probe
-of the job reported it.
+it does now, and the times of other plans are scaled in proportion. The proportion comes from the job's learnt times if
+the plan was decided by them; otherwise from arithmetic for its devices; if the devices are unknown, from the numbers of
+layers and micro-batches alone, because a small model on the wrong devices would seem to do nothing but communicate.
+Remarks name data that the ledger lacks: a plan's own orders of work, and the kind of devices if no probe of the job
+reported it.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ if TYPE_CHECKING:
 
 DEFAULT_HARDWARE = "a100"
 MIN_ITERATIONS, MAX_ITERATIONS_READ = 3, 100
-"""Fewest iterations of the first plan from which the iteration time is taken (of later plans one is enough, as
-everything is warm by then), and most iterations that are read, the last ones."""
+"""Numbers of iterations. Fewest of the first plan from which the iteration time is taken; of a later plan one is
+enough, because everything is warm by then. And most that are read: the last ones."""
 
 
 class JobQuestion(msgspec.Struct, frozen=True, kw_only=True):
-    """A job's question, its plan in effect, and remarks on the answer."""
+    """The question about a job, the job's plan in effect, and remarks on the answer."""
 
     question: Any
-    """A `resihp.scheduler.what_if.question.Question`; Any, as this module imports it only when needed."""
+    """A `resihp.scheduler.what_if.question.Question`. The type is Any, because this module imports it only when
+    needed."""
     base: Any
     model: str
     hardware: str
@@ -55,9 +56,10 @@ def of_job(
     slow: dict[int, float],
     slow_links: dict[tuple[str, str], float],
 ) -> JobQuestion:
-    """Return the question about a job. `slow` and `slow_links` are added to the slow parts that the job itself found.
+    """Return the question about a job. `slow` and `slow_links` are added to the slow devices and links that the job has
+    found itself.
 
-    Raises UsageError if the job has no plan yet, or its ledger does not have its model.
+    Raises UsageError if the job has no plan yet, or if its ledger lacks its model.
     """
     from resihp.scheduler.what_if import question
     from wrapper.output.ledgers import opened
@@ -137,9 +139,9 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
 
 
 def _measured(reader: Reader, job_id: int, epoch: int) -> tuple[float, int] | None:
-    """Return the median seconds of an iteration of the plan in effect, and the number of iterations.
+    """Return the median seconds of an iteration of the plan in effect, and the number of iterations that were used.
 
-    Counted are iterations since slow parts last changed. None while there are too few.
+    Only iterations since the last change of slow devices and links count. None while there are too few iterations.
     """
     from sqlalchemy import select
 
@@ -167,9 +169,10 @@ def _pace_remark(seconds: float, count: int, by: str) -> str:
 
 
 def _times(plan: dict[str, Any], declared: Declare, hardware: str) -> tuple[Profile | None, str]:
-    """Return the times by which plans are compared, and their description.
+    """Return the times for comparing plans, and their description.
 
-    None means arithmetic for `hardware`, which is empty if unknown.
+    None instead of times means that they are computed for `hardware`, from operations and bytes. `hardware` is empty if
+    unknown.
     """
     from resihp.record.journal import PlanBasis
     from resihp.scheduler.cost.profile import layer_units
@@ -185,9 +188,10 @@ def _times(plan: dict[str, Any], declared: Declare, hardware: str) -> tuple[Prof
 
 
 def _at_pace(query: Question, base: Plan, times: Profile | None, measured_s: float) -> Question | None:
-    """Return the question with times scaled so that the plan in effect takes as long as measured, slow parts included.
+    """Return the question with times scaled so that an iteration of the plan in effect takes as long as measured, with
+    the slow devices and links.
 
-    None if that plan has no price.
+    None if the plan in effect has no price.
     """
     from resihp.scheduler.cost.prices import iteration_seconds
     from resihp.scheduler.cost.profile import scaled
@@ -202,7 +206,7 @@ def _at_pace(query: Question, base: Plan, times: Profile | None, measured_s: flo
 
 
 def _slow(reader: Reader, job_id: int, places: dict[int, str]) -> tuple[dict[int, float], dict[tuple[str, str], float]]:
-    """Return the speeds of ranks, and of links between nodes, that were found slow and have not recovered."""
+    """Return the speeds of ranks and of links between nodes that were declared slow and have not recovered."""
     ranks: dict[int, float] = {}
     links: dict[tuple[str, str], float] = {}
     for failure in reader.rows("failures", job_id):
@@ -219,9 +223,9 @@ def _slow(reader: Reader, job_id: int, places: dict[int, str]) -> tuple[dict[int
 
 
 def _hardware(reader: Reader, job_id: int, requested: str | None) -> tuple[str, Hardware, str]:
-    """Return the devices' name, their hardware, and a remark if it is a guess.
+    """Return the name of the devices, their hardware, and a remark if the hardware is guessed.
 
-    Taken from the option, else from the job's probes.
+    The name comes from the option, or else from the job's probes.
     """
     from resihp.scheduler.what_if import catalogue
 

@@ -28,31 +28,32 @@ PRIMITIVE_COLOURS = {"F": "#4878cf", "B": "#6acc65", "W": "#d5bb67"}
 IDLE_COLOUR, STEP_COLOUR = "#ececec", "#b8b8c8"
 PRIMITIVE_NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 MAX_STAGES = 64
-"""Most stages in one half of the picture; the title counts the replicas left out."""
+"""Most stages in one half of the picture; the title says how many replicas were left out."""
 MAX_NUMBERED_BOXES = 600
-"""Most boxes in one half for which micro-batches are numbered."""
+"""Most boxes in one half of the picture for which the numbers of micro-batches are drawn."""
 ROW_INCHES = 0.28
 
 
 class StageRow(msgspec.Struct, frozen=True):
-    """A stage: its order of work, with starts and ends in seconds."""
+    """A stage: its order of work, with start and end times in seconds."""
 
     label: str
     order: Order
     starts: tuple[float, ...]
     ends: tuple[float, ...]
     numbers: tuple[int, ...]
-    """Micro-batch of each box, counted from 0 in its home replica's share, or in the global batch if some migrate."""
+    """Micro-batch of each box, counted from 0: within the share of its home replica, or within the global batch if some
+    micro-batches migrate."""
 
 
 class Half(msgspec.Struct, frozen=True):
-    """One half of the picture: a plan's lanes by replica, each with its label, and the iteration's end."""
+    """One half of the picture: the lanes of a plan by replica, each with a label, and the end of the iteration."""
 
     title: str
     replicas: tuple[tuple[str, tuple[StageRow, ...]], ...]
     left_out: int
     computed_s: float
-    """End of the last box, in seconds."""
+    """End of the last box, in seconds from the start of the iteration."""
     seconds: float
 
 
@@ -95,7 +96,7 @@ def draw(path: Path, query: Question, outcome: WhatIfAnswer, situation: Situatio
 
 
 def half(name: str, plan: Plan, situation: Situation, seconds: float) -> Half:
-    """Return the lanes of a plan in a situation; equal replicas appear once."""
+    """Return the lanes of a plan in a situation. Equal replicas appear once."""
     from resihp.pipeline.schedules import orders_of
     from resihp.pipeline.timeline import play
     from resihp.scheduler.cost.prices import costs, transfers

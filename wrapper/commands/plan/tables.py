@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from resihp.scheduler.what_if.answer import Outlook, WhatIfAnswer
 
 MAX_CHANGED_SHOWN = 6
-"""Most changed replicas that are shown in full; `--json` has them all."""
+"""Most changed replicas that are shown completely; `--json` has all of them."""
 MAX_SLOW_SHOWN = 12
 """Most slow ranks that are named."""
 
 
 def title(query: Question, model: str, hardware: str) -> str:
-    """Return the title: model, sequence length, devices and failures."""
+    """Return the title of the answer: model, sequence length, devices and failures."""
     nodes = len(set(query.nodes.values()))
     return (
         f"{Path(model).stem}, {query.model.sequence} tokens per sequence, on {len(query.nodes)} {Path(hardware).stem} "
@@ -37,7 +37,8 @@ def title(query: Question, model: str, hardware: str) -> str:
 
 
 def happened(query: Question) -> str:
-    """Return a description of lost and slow parts; for a job, in addition to those it has lost already."""
+    """Return a description of the lost and slow parts. For a job, they come in addition to the parts that it has
+    already lost."""
     lost_ranks = sorted(gone(query))
     descriptions = [f"{_ranks(lost_ranks)} lost"] if lost_ranks else []
     slow = [f"{rank} at {speed:g}" for rank, speed in sorted(query.slow.items())]
@@ -54,7 +55,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def gigabytes(count: int) -> str:
-    """Return a size as `49.7 GB`, or `12.3 MB` below 0.1 GB."""
+    """Format a number of bytes as `49.7 GB`, or as `12.3 MB` below 0.1 GB."""
     return f"{count / 1e9:.1f} GB" if count >= 0.1e9 else size(count)
 
 
@@ -79,7 +80,7 @@ def show_times(screen: Console, outcome: WhatIfAnswer) -> None:
 
 
 def described(layout: Layout) -> str:
-    """Return `DP2 x PP4 x TP4`; for a layout that is not uniform, the numbers of working and standby ranks."""
+    """Describe a layout: `DP2 x PP4 x TP4`, or the numbers of working and standby ranks if it is not uniform."""
     words = layout.describe()
     if "|" not in words and len(words) <= 30:
         return words
@@ -88,7 +89,8 @@ def described(layout: Layout) -> str:
 
 
 def show_layouts(screen: Console, query: Question, outcome: WhatIfAnswer) -> None:
-    """Print layouts before and after: equal replicas once, with counts of ranks and layers; changed ones in full."""
+    """Print the layouts before and after. Equal replicas are printed once, with counts of ranks and layers; changed
+    replicas are printed completely."""
     columns = (
         *(Column(""), Column("replicas", wraps=True, kept=True), Column("micro-batches", right=True)),
         *(Column("stages", wraps=True, kept=True), Column("ranks", wraps=True, kept=True)),

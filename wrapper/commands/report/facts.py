@@ -1,4 +1,4 @@
-"""All data of a report about one job, as rows of the ledger. Read once, by `wrapper.commands.report.command`."""
+"""The data of a report on one job, as rows of the ledger. `wrapper.commands.report.command` reads them once."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 MAX_CHECKPOINTS = 1_000_000
 MAX_PLANS_EXPLAINED = 8
-"""Most plans, besides the first, that are explained."""
+"""Most plans that are explained, besides the first one."""
 MAX_RANKS_DRAWN = 5
-"""Most ranks whose levels are drawn as lines of their own."""
+"""Most ranks whose levels are drawn as separate lines."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about one job.
+    """The data of a report on one job.
 
-    `began` and `ended` bound the pictures: the job's start, and its end, last sign of life, or `now`.
+    `began` and `ended` are the limits of the pictures: the job's start; and its end, its last sign of life, or `now`.
     """
 
     job: Row
@@ -50,7 +50,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     account: Account
     promises: Sequence[Row]
     explanations: Mapping[int, Explanation]
-    """Explanations of iteration times by epoch, for the first and the last plans."""
+    """Explanations of the iteration times of the first and the last plans, by epoch."""
     suspicions: Sequence[Row]
     scores: Scores
     began: datetime
@@ -58,15 +58,16 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     now: datetime
     """Time of the report."""
     idle: str = ""
-    """GPUs without work, and the reason (`wrapper.output.idle_gpus`); empty if all have work."""
+    """Text on the GPUs without work, with reasons (`wrapper.output.idle_gpus`); empty if all GPUs have work."""
     slurm: Total | None = None
-    """All runs of the job's Slurm job; None without Slurm."""
+    """All runs of the Slurm job that the job belongs to; None without Slurm."""
 
 
 def read(reader: Reader, job: Row, now: datetime, slurm: Total | None = None, attempts: Sequence[Row] = ()) -> Facts:
-    """Return the facts about `job`, a row of `Reader.job`.
+    """Return the data of a report on `job`, a row of `Reader.job`.
 
-    `attempts`: attempts of the same run in other ledgers (`ledgers.attempts_here`), which may have repeated iterations.
+    `attempts`: attempts of the same training in other ledgers (`ledgers.attempts_here`), which may have repeated
+    iterations.
     """
     number = job["id"]
     iterations = reader.narrow("iterations", number)
@@ -107,13 +108,13 @@ def read(reader: Reader, job: Row, now: datetime, slurm: Total | None = None, at
 
 
 def _to_explain(plans: Sequence[Row]) -> list[Row]:
-    """Return the first plan and the last ones that took effect."""
+    """Return the plans to explain: the first plan, and the last plans that took effect."""
     taken = [row for row in plans if row["in_effect_at"] is not None]
     return [*taken[:1], *taken[1:][-MAX_PLANS_EXPLAINED:]]
 
 
 def _decoded(text: str | None) -> Mapping[str, Any] | None:
-    """Return a JSON object that the ledger keeps as text; None if it is not one."""
+    """Return a JSON object that the ledger stores as text; None if the text is not a JSON object."""
     try:
         decoded = json.loads(text or "null")
     except ValueError:
@@ -122,7 +123,7 @@ def _decoded(text: str | None) -> Mapping[str, Any] | None:
 
 
 def _command(text: str) -> str:
-    """Return the command as one would type it; the ledger has a JSON list."""
+    """Return the command as a user would type it. The ledger stores it as a JSON list."""
     import shlex
 
     try:

@@ -1,7 +1,8 @@
-"""Layouts before and after a plan, prepared for the page: replicas by stages, with ranks and nodes in each cell.
+"""Layouts before and after a plan, prepared for the page: replicas as rows, stages as columns, with ranks and nodes in
+each cell.
 
-Each rank is marked with the plan's effect on it. Replicas that the plan did not touch share one line, as do replicas
-equal to one that is drawn.
+Each rank is marked with the plan's effect on it. Replicas that the plan did not change share one line. A replica that
+equals one that is drawn is not drawn again.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ _TIPS: Mapping[PlanEffect, str] = {
     "standby": ", standby",
 }
 MAX_WHOLE_REPLICAS = 4
-"""Most replicas of a layout that is drawn completely."""
+"""Most replicas of a layout whose replicas are all drawn."""
 MAX_CHANGED_DRAWN = 8
-"""Most changed replicas that are drawn, the first ones."""
+"""Most changed replicas of a plan that are drawn; of more, the first ones."""
 MAX_STANDBY_DRAWN = 64
 """Most standby ranks that are drawn."""
 
 
 class Chip(msgspec.Struct, frozen=True):
-    """A rank in a picture. `effect`: the plan's effect on it: kept in place, moved, new, then idle, or lost."""
+    """A rank in a picture. `effect`: the effect of the plan on it: kept in place, moved, new, idle afterwards, or
+    lost."""
 
     rank: int
     effect: PlanEffect
@@ -45,7 +47,7 @@ class Chip(msgspec.Struct, frozen=True):
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """A stage. `layers`: given only if they differ from those in the column's heading."""
+    """A stage of a replica. `layers`: empty unless they differ from the layers in the column's heading."""
 
     chips: tuple[Chip, ...]
     layers: str
@@ -53,7 +55,7 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct, frozen=True):
-    """A replica with its cells, or a text for several that are not drawn."""
+    """A row: a replica with its cells, or a text that stands for several replicas."""
 
     label: str
     cells: tuple[Cell, ...]
@@ -61,7 +63,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class Picture(msgspec.Struct, frozen=True):
-    """A layout. `stages`: the layers of each stage in most replicas."""
+    """A layout as drawn. `stages`: for each stage, its layers in most replicas."""
 
     title: str
     stages: tuple[str, ...]
@@ -71,7 +73,7 @@ class Picture(msgspec.Struct, frozen=True):
 
 
 class LayoutChange(msgspec.Struct, frozen=True):
-    """A plan that took effect. `before` is None for the first one."""
+    """The layouts before and after a plan that took effect. `before` is None for the first plan."""
 
     epoch: int
     description: str
@@ -82,7 +84,7 @@ class LayoutChange(msgspec.Struct, frozen=True):
 
     @property
     def chips(self) -> int:
-        """Number of ranks drawn, which limits the size of a page."""
+        """Number of ranks that are drawn. The sum over all pictures limits the size of a page."""
         pictures = [picture for picture in (self.before, self.after) if picture is not None]
         return sum(
             len(picture.standby) + sum(len(cell.chips) for line in picture.lines for cell in line.cells)
@@ -91,7 +93,8 @@ class LayoutChange(msgspec.Struct, frozen=True):
 
 
 def changes(plans: Sequence[Row], workers: Sequence[Row]) -> Iterator[LayoutChange]:
-    """Yield a picture for each plan that took effect, the last one first, so that callers stop early."""
+    """Yield the layouts before and after each plan that took effect, the last plan first, so that callers can stop
+    early."""
     places = {row["rank"]: (row["node"], row["device"]) for row in workers}
     effective = [row for row in plans if row["in_effect_at"] is not None]
     after = _layout(effective[-1]) if effective else None
@@ -116,7 +119,8 @@ def _layout(row: Row) -> Layout:
 def _picture(
     title: str, layout: Layout, other_layout: Layout | None, nodes: Mapping[int, tuple[str, int]], *, looks_ahead: bool
 ) -> Picture:
-    """Return the picture of `layout`, compared with the layout after it (`looks_ahead`) or before it."""
+    """Return the picture of `layout`. With `looks_ahead`, `other_layout` is the layout after it, otherwise the one
+    before it."""
     depth = max((len(replica.stages) for replica in layout.replicas), default=0)
     usual = [_usual(layout, s) for s in range(depth)]
     lines: list[Line] = []
@@ -145,7 +149,7 @@ def _picture(
 
 
 def _effects(layout: Layout, other_layout: Layout | None, *, looks_ahead: bool) -> list[list[list[PlanEffect]]]:
-    """Return the plan's effect on each rank, by replica and stage."""
+    """Return the effect of the plan on each rank, by replica and stage."""
     if other_layout is None:
         return [[["kept"] * stage.tp for stage in replica.stages] for replica in layout.replicas]
     places_here, places_there = dict(layout.places()), dict(other_layout.places())
@@ -178,7 +182,8 @@ def _chip(rank: int, effect: PlanEffect, nodes: Mapping[int, tuple[str, int]]) -
 def _same(
     rank: int, places_here: Mapping[int, Place], places_there: Mapping[int, Place], layout: Layout, other_layout: Layout
 ) -> bool:
-    """Return whether the rank computes the same layers in a group of the same size; its replica's number may differ."""
+    """Return whether the rank computes the same layers in a tensor-parallel group of the same size. The number of its
+    replica may differ."""
     if rank not in places_there:
         return False
     place_here, place_there = places_here[rank], places_there[rank]
@@ -193,7 +198,8 @@ def _same(
 
 
 def _drawn(layout: Layout, effects: Sequence[Sequence[Sequence[PlanEffect]]]) -> set[int]:
-    """Return the replicas that get a row: all of a small layout; else the changed ones and the first unchanged one."""
+    """Return the replicas that get a row: all replicas of a small layout; otherwise the changed ones and the first
+    unchanged one."""
     count = len(layout.replicas)
     if count <= MAX_WHOLE_REPLICAS:
         return set(range(count))

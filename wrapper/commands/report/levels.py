@@ -1,7 +1,7 @@
-"""The picture of ranks' levels over iterations: each rank's work time over its healthy time. Rows in, SVG out.
+"""Draws the levels of ranks over iterations: each rank's work time divided by its healthy time. Rows in, SVG out.
 
-Some ranks have a line of their own, beginning with those that were suspected or declared slow; the range of the others
-is an area. The picture has at most `MAX_POINTS` points per line, however many iterations there were.
+Some ranks have their own line, beginning with ranks that were suspected or declared slow. An area shows the range of
+the others. A line has at most `MAX_POINTS` points, however many iterations there were.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from wrapper.commands.report.times import iterations_below
 MAX_POINTS = 400
 PLOT_HEIGHT, PLOT_TOP = 180.0, 14.0
 MIN_RANGE = 0.02
-"""Smallest range shown above and below 1, so that noise does not look like a change."""
+"""Smallest range that is shown above and below 1, so that noise does not look like a change."""
 
 
 class LevelsPicture(msgspec.Struct, frozen=True):
-    """The picture, and the data of its caption."""
+    """The picture, and the data for its caption."""
 
     picture: Markup
     ranks: tuple[tuple[int, str], ...]
-    """Ranks with a line of their own, each with the line's style."""
+    """Ranks with a separate line, each with the style of its line."""
     others: int
-    """Number of the other ranks."""
+    """Number of ranks without a line of their own."""
 
 
 def rank_levels(facts: Facts) -> LevelsPicture | None:
-    """Draw the levels of all ranks with scores; return None if there are none."""
+    """Draw the levels of all ranks that have scores; return None if no rank has any."""
     scores = facts.scores
     lines = {rank: line for rank, line in scores.lines.items() if line}
     iterations = [at for line in lines.values() for at, _ in line] + [at for at, _, _ in scores.spread]
@@ -72,7 +72,8 @@ def rank_levels(facts: Facts) -> LevelsPicture | None:
 
 
 def _thinned(rows: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
-    """Return the rows; of more than `MAX_POINTS`, the medians of that many groups."""
+    """Return the rows. If there are more than `MAX_POINTS`, return the medians of that many groups of neighbouring
+    rows."""
     if len(rows) <= MAX_POINTS:
         return list(rows)
     return [

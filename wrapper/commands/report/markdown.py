@@ -105,7 +105,7 @@ def _nodes(facts: Facts) -> list[str]:
 
 
 def text(words: str) -> str:
-    """Return one line that Markdown shows literally: HTML and all special characters are escaped."""
+    """Return the words as one line that Markdown shows literally: HTML and all special characters are escaped."""
     line = " ".join(literal(words).split())
     line = re.sub(r"([\\`*\[\]#~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))", r"\\\1", line)
     # Entities, since GitHub, GitLab and Jira do not agree on which of these a backslash escapes.
@@ -115,12 +115,13 @@ def text(words: str) -> str:
 
 
 def code(words: str) -> str:
-    """Return text for between backticks, with its own backticks replaced, as they cannot be escaped there."""
+    """Return the words for use between backticks. Their own backticks are replaced, because they cannot be escaped
+    there."""
     return " ".join(literal(words).split()).replace("`", "'")
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table, and an empty line after it."""
+    """Return the lines of a Markdown table, and an empty line after it."""
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     lines += [f"| {' | '.join(text(cell) for cell in row)} |" for row in rows]
     return [*lines, ""]

@@ -31,21 +31,21 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 MAX_FAILURES = 400
-"""Most failures listed; of more, this many in total from the beginning and the end."""
+"""Most failures that are listed; if there are more, the first and the last ones, this many in total."""
 MAX_RANKS_DRAWN = 12_000
-"""Most ranks drawn in pictures of layouts; the last plans come first."""
+"""Most ranks that are drawn in all pictures of layouts together; the last plans have precedence."""
 MAX_SUSPICIONS = 100
-"""Most suspicions listed, the last ones."""
+"""Most suspicions that are listed: the last ones."""
 MAX_PLANS = 400
 MAX_NODES = 300
 MAX_EVIDENCE_CHARACTERS = 3_000
-"""Most characters of a failure's evidence."""
+"""Most characters of a failure's evidence that are shown."""
 MAX_EXPANDED = 8
-"""Failures and layouts that are expanded; the others expand on a click, and in print."""
+"""Number of failures and of layouts that are expanded at first. The others expand on a click, and in print."""
 
 
 def html(facts: Facts) -> str:
-    """Return the page."""
+    """Return the report as an HTML page."""
     failures, failures_left_out = _both_ends(facts.failures, MAX_FAILURES)
     plans, plans_left_out = _both_ends(facts.plans, MAX_PLANS)
     nodes = node_lines(facts)
@@ -97,7 +97,7 @@ def html(facts: Facts) -> str:
 
 
 def _pictures(facts: Facts) -> list[LayoutChange]:
-    """Return the pictures of the last plans, in order, as many as the limit of ranks allows."""
+    """Return the layouts before and after the last plans, oldest first, as many as the limit of ranks allows."""
     pictures: list[LayoutChange] = []
     ranks_left = MAX_RANKS_DRAWN
     for change in changes(facts.plans, facts.workers):
@@ -109,7 +109,7 @@ def _pictures(facts: Facts) -> list[LayoutChange]:
 
 
 def _both_ends(rows: Sequence[Row], most: int) -> tuple[list[Row], int]:
-    """Return `rows`, or the first and last of them, and the number left out."""
+    """Return `rows` if they are at most `most`; otherwise the first and the last of them, and the number left out."""
     if len(rows) <= most:
         return list(rows), 0
     return [*rows[: most // 2], *rows[-(most // 2) :]], len(rows) - 2 * (most // 2)
@@ -158,7 +158,7 @@ def _printable(value: Any) -> Any:
 
 
 def _sign(kind: str) -> Markup:
-    """Return the mark of a kind of failure, as in the pictures."""
+    """Return the mark for a kind of failure; it is the same in the pictures."""
     return sign(FAILURE_SHAPES[kind], kind)
 
 

@@ -1,9 +1,9 @@
-"""All runs of one Slurm job taken together, like `seff` for a job without restarts and replacement nodes.
+"""Adds up all runs of one Slurm job, as `seff` does for a job without restarts and replacement nodes.
 
-`run` computes one of them from its rows in the ledger, `total` adds them up; both are pure. `read` finds the runs, for
-`wrapper.commands.report.command`. Held GPU-hours count the job's own nodes from the start of a run, and replacements,
-which are Slurm jobs of their own, from their joining; each until Slurm took it back. Used GPU-hours count iterations
-that were kept: an iteration that a later run repeated counts only in the later run.
+`run` computes one run from its rows in the ledger, `total` adds up the runs; both are pure. `read` finds the runs, for
+`wrapper.commands.report.command`. GPU-hours are held from the start of a run on the job's own nodes, and on
+replacements, which are separate Slurm jobs, from the time they joined; in both cases until Slurm took the node back.
+GPU-hours are used by iterations that were kept: an iteration that a later run repeated counts only in the later run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ MAX_SIGNALS = 100
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. `used`: GPU-hours by iteration, in order. `iteration`: the last committed one, 0 for none."""
+    """One run. `used`: GPU-hours of each iteration, in order. `iteration`: the last committed one; 0 if there is
+    none."""
 
     name: str
     state: str
@@ -48,7 +49,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Total(msgspec.Struct, frozen=True, kw_only=True):
-    """All runs, oldest first. `used_gpu_hours`: of each run, without iterations that later runs repeated."""
+    """All runs of a Slurm job, oldest first. `used_gpu_hours`: for each run, without iterations that later runs
+    repeated."""
 
     slurm_job: str
     runs: Sequence[Run]
@@ -56,7 +58,8 @@ class Total(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def outcome(self) -> str:
-        """Return the job's final outcome, whatever Slurm calls it."""
+        """Final outcome of the job in words, with its last iteration. It may differ from the state that Slurm
+        reports."""
         last = self.runs[-1]
         if last.exit_code == 75:
             return "to be run again"
@@ -77,7 +80,7 @@ class Total(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def efficiency(self) -> float | None:
-        """Return used over held GPU-hours; None if none were held."""
+        """Used GPU-hours divided by held GPU-hours; None if no GPU-hours were held."""
         return min(self.used / self.held, 1.0) if self.held > 0 else None
 
     @property
@@ -101,7 +104,7 @@ def run(
     signals: Sequence[Row],
     now: datetime,
 ) -> Run:
-    """Compute one run from its rows; `signals` are events of the kind `JobSignalled`."""
+    """Return one run, computed from its rows. `signals`: events of the kind `JobSignalled`."""
     from db.reading.costs.goodput import course
 
     last_moment = job["last_entry_at"] if job["state"] == "abnormal" else job["ended_at"] or now
@@ -132,7 +135,7 @@ def run(
 
 
 def total(slurm_job: str, runs: Sequence[Run]) -> Total:
-    """Add up the runs of a Slurm job."""
+    """Return the sum of the runs of a Slurm job."""
     ordered = sorted(runs, key=lambda ordered_run: ordered_run.began)
     used_gpu_hours: list[float] = []
     repeated_from = float("inf")
@@ -144,9 +147,10 @@ def total(slurm_job: str, runs: Sequence[Run]) -> Total:
 
 
 def read(reader: Reader, name: str, pinned: str | None, ledger: str | None, now: datetime) -> Total | None:
-    """Return all runs of the Slurm job of this run, from `ledger` or from each run's own; None without Slurm.
+    """Return all runs of the Slurm job that this run belongs to; None without Slurm. They are read from `ledger`, or
+    from each run's own ledger.
 
-    `pinned`: this run, as `ledgers.pinned` returns it.
+    `pinned`: this run, as returned by `ledgers.pinned`.
     """
     from wrapper.job_folder import find_job, runs_of, slurm_job_of
     from wrapper.output.ledgers import opened
@@ -176,7 +180,7 @@ def _read(reader: Reader, job: Row, now: datetime) -> Run:
 
 
 def lines(all_runs: Total) -> list[tuple[str, ...]]:
-    """Return a row for each run, and one for all together, with the columns of `RUN_HEADINGS`."""
+    """Return a row for each run, and one for the sum of all runs, with the columns of `RUN_HEADINGS`."""
     from wrapper.output.render import duration, hours
 
     rows: list[tuple[str, ...]] = [
@@ -205,7 +209,8 @@ RUN_HEADINGS = ("run", "began (UTC)", "wall time", "GPU-hours held", "used", "no
 
 
 def sentence(all_runs: Total) -> str:
-    """Return a sentence on outcome, share of used GPU-hours, restarts, preemptions, nodes lost and replaced."""
+    """Return a sentence on the outcome, the share of used GPU-hours, restarts, preemptions, and nodes lost and
+    replaced."""
     from wrapper.output.render import percent
 
     def counted(number: int, noun: str) -> str:

@@ -1,4 +1,4 @@
-"""A job's history in three sentences and in figures, for the page and for the ticket. Pure."""
+"""A job's history in sentences and figures, for the page and for the Markdown text. Pure."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ CAUSE_WORDS: Mapping[str, tuple[str, str]] = {
     "checkpoint": ("checkpoints", "pauses after checkpointed iterations"),
     "other": ("other", "usual pauses between iterations, shutdown, and unrecorded time"),
 }
-"""For each cause of `db.reading.costs.timeline`: its name and its definition."""
+"""Name and definition of each cause in `db.reading.costs.timeline`."""
 SECRET_NAME = re.compile(r"(password|passwd|secret|token|api_?key|authorization|credential)s?$", re.IGNORECASE)
 SECRET_MASK = "***"
 MAX_EPOCHS_NAMED = 20
-"""Most epochs without a plan, or with a plan that never took effect, that are named one by one."""
+"""Most epochs that are named one by one because they have no plan, or a plan that never took effect."""
 
 
 class CauseCost(msgspec.Struct, frozen=True):
-    """Time lost to one cause. `share`: of all lost time."""
+    """Time lost to one cause. `share`: as a part of all lost time."""
 
     cause: str
     name: str
@@ -47,7 +47,8 @@ class CauseCost(msgspec.Struct, frozen=True):
 
 
 class NodeLine(msgspec.Struct, frozen=True):
-    """A node over the whole job. `device_hours`: its devices times its hours in the job; `changes`: in words."""
+    """A node over the whole job. `device_hours`: its number of devices times its hours in the job; `changes`: its
+    events in the job, in words."""
 
     name: str
     host: str
@@ -68,7 +69,7 @@ def sentences(facts: Facts) -> tuple[str, ...]:
 
 
 def costs(facts: Facts) -> list[CauseCost]:
-    """Return lost time by cause, largest first, without causes of no time; empty if losses are unknown."""
+    """Return the lost time by cause, largest first, without causes that cost no time; empty if losses are unknown."""
     if is_time_unknown(facts):
         return []
     lost_s = facts.account.lost_s
@@ -101,12 +102,13 @@ def figures(facts: Facts) -> dict[str, Any]:
 
 
 def lost_hours(facts: Facts) -> str:
-    """Return the GPU-hours lost to all causes; `-` if unknown."""
+    """Return the GPU-hours lost to all causes, as text; `-` if unknown."""
     return "-" if is_time_unknown(facts) else hours(sum(facts.account.lost_gpu_hours.values()))
 
 
 def parameters(model: Mapping[str, Any] | None) -> str:
-    """Return `32 layers and 8.0G parameters`; empty if the script declared no model, or in another form."""
+    """Describe the size of the model: `32 layers and 8.0G parameters`; empty if the script declared no model, or
+    declared it in another form."""
     from resihp.parallelism.model import ModelSpec
 
     try:
@@ -117,7 +119,7 @@ def parameters(model: Mapping[str, Any] | None) -> str:
 
 
 def node_lines(facts: Facts) -> list[NodeLine]:
-    """Return every node of the job, those with most failures first, then by name."""
+    """Return every node of the job: nodes with most failures first, then nodes with events, then by name."""
     failed: dict[str, Counter[str]] = {}
     for row in facts.failures:
         if row["node"] is not None:
@@ -160,7 +162,7 @@ def _drain_words(drain: Mapping[str, Any]) -> str:
 
 
 def gaps(facts: Facts) -> list[str]:
-    """Return a sentence for each run of epochs without a plan, to explain gaps in the numbers."""
+    """Return a sentence for each gap in the numbers of epochs, to explain that these epochs have no plan."""
     gap_sentences, before = [], 0
     for epoch in sorted(row["epoch"] for row in facts.plans):
         if epoch > before + 1:
@@ -174,7 +176,7 @@ def gaps(facts: Facts) -> list[str]:
 
 
 def not_drawn(facts: Facts) -> str:
-    """Return a sentence on plans without a picture, as they never took effect; empty if all did."""
+    """Return a sentence on plans that have no picture because they never took effect; empty if all took effect."""
     unused_plans = [f"epoch {row['epoch']} ({row['outcome']})" for row in facts.plans if row["in_effect_at"] is None]
     if not unused_plans:
         return ""
@@ -187,12 +189,13 @@ def _epochs(first: int, last: int) -> tuple[str, str, str]:
 
 
 def settings(configuration: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return settings as pairs such as (`layout.tp`, `2`), with secrets masked and empty values left out."""
+    """Return the settings as pairs such as (`layout.tp`, `2`). Secrets are masked, and empty values left out."""
     return list(_flat(configuration, ""))
 
 
 def safe(text: str) -> str:
-    """Return `text` without passwords in URLs, and without the paths of http(s) URLs, as a webhook's path is secret."""
+    """Return `text` without passwords in URLs, and without the paths of http(s) URLs, because a webhook's path is
+    secret."""
     return re.sub(r"[A-Za-z][\w+.-]*://\S+", lambda match: _safe_url(match[0]), text)
 
 
@@ -256,7 +259,8 @@ def _course(facts: Facts) -> str:
 
 
 def is_time_unknown(facts: Facts) -> bool:
-    """Return whether the use of time is unknown: without `resihp.Trainer`, or if the job ended before training."""
+    """Return whether the use of time is unknown, because the script does not use `resihp.Trainer` or the job ended
+    before training."""
     return facts.job["state"] != "running" and facts.model is None and not facts.iterations
 
 

@@ -1,7 +1,8 @@
-"""Elements of one SVG picture, as wide as the page and of fixed height, built as a tree and not as strings.
+"""Draws an SVG picture that is as wide as the page and has a fixed height. The elements form a tree; no markup is
+assembled from strings.
 
-Horizontal places are shares of the width (0 to 1), vertical ones are pixels, so that text and dots keep their size on a
-phone and on paper. Colours are classes of `page.css`. Text is made printable, then escaped by ElementTree.
+Horizontal places are shares of the width (0 to 1), vertical places are pixels, so that text and dots keep their size on
+a phone and on paper. Colours are classes of `page.css`. Text is made printable, then escaped by ElementTree.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from markupsafe import Markup
 from wrapper.output.render import literal
 
 INNER_WIDTH = 1000
-"""Width, in units, of the stretched part that holds lines and areas."""
+"""Width of the part with lines and areas, in its own units; this part is stretched to the width of the page."""
 MARK_PATHS = {
     "cross": "M-4-4L4 4M4-4L-4 4",
     "diamond": "M0-6L6 0L0 6L-6 0Z",
@@ -23,7 +24,7 @@ MARK_PATHS = {
     "triangle": "M0-5.5L5.5 4.5H-5.5Z",
     "down": "M0 5.5L5.5-4.5H-5.5Z",
 }
-"""SVG paths of marks, about 10 pixels wide, centred on their place."""
+"""SVG paths of the marks. A mark is about 10 pixels wide, and its centre is its place."""
 
 
 class Drawing:
@@ -60,7 +61,7 @@ class Drawing:
         self._add("text", "tick", x="-8", y=_n(baseline), **{"text-anchor": "end"}).text = _t(words)
 
     def mark(self, at: float, middle: float, shape: str, style: str, tip: str = "", beside: str = "") -> None:
-        """Add a mark of 10 pixels, with a text `beside` it. `shape`: a key of `MARK_PATHS`."""
+        """Add a mark about 10 pixels wide, with the text `beside` next to it. `shape`: a key of `MARK_PATHS`."""
         # Only a nested picture can be placed at a share of the width and have coordinates in pixels.
         holder = ElementTree.SubElement(self._root, "svg", {"x": _p(at), "y": _n(middle), "class": "mark"})
         element = ElementTree.SubElement(holder, "path", {"d": MARK_PATHS[shape], "class": f"mark-{shape} {style}"})
@@ -70,7 +71,8 @@ class Drawing:
             ElementTree.SubElement(holder, "text", {"class": "number", "x": "8", "y": "4"}).text = _t(beside)
 
     def area(self, top: float, height: float, uppers: Points, lowers: Points, style: str) -> None:
-        """Add the area between two lines over the same places; values are shares of `height` from below."""
+        """Add the area between two lines that have the same horizontal places. Values are shares of `height`, from
+        below."""
         points = [*uppers, *reversed(lowers)]
         self._stretched(top, height, f"M{_path(points, height)}Z", style)
 
@@ -82,7 +84,7 @@ class Drawing:
             self._stretched(top, height, f"M{_path(points, height)}", style)
 
     def markup(self) -> Markup:
-        """Return the picture as part of a page."""
+        """Return the picture as markup for a page."""
         # Safe as markup: ElementTree has escaped all text.
         return Markup(ElementTree.tostring(self._root, encoding="unicode"))
 
@@ -105,11 +107,11 @@ class Drawing:
 
 
 Points = Sequence[tuple[float, float]]
-"""Places and values, both shares: of the width from the left, of the height from below."""
+"""(place, value) pairs, both as shares: places of the width, from the left; values of the height, from below."""
 
 
 def sign(shape: str, style: str) -> Markup:
-    """Return one mark for use in running text."""
+    """Return one mark as markup for running text."""
     root = ElementTree.Element(
         "svg", {"class": "sign", "width": "12", "height": "12", "viewBox": "-6 -6 12 12", "aria-hidden": "true"}
     )

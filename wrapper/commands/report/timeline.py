@@ -1,7 +1,7 @@
-"""The timeline of a job: lanes over its wall time. Rows in, SVG out.
+"""Draws the timeline of a job: lanes over its wall time. Rows in, SVG out.
 
-A lane never has more elements than a screen can show: many recoveries become shares of time, and many failures become
-counts, in each of `TIME_BINS` bins of time.
+A lane never has more elements than a screen can show: if there are many recoveries, their share of time is drawn in
+each of `TIME_BINS` bins; if there are many failures, their number in each bin.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from wrapper.commands.report.svg import Drawing, time_ticks
 from wrapper.output.render import duration
 
 MAX_BOXES = 60
-"""Most recoveries, and most plans, that have boxes of their own."""
+"""Most recoveries, and most plans, that are drawn as boxes."""
 TIME_BINS = 120
-"""Bins of time that show more recoveries or failures than that."""
+"""Number of time bins that are drawn if there are more recoveries or failures than can be drawn one by one."""
 LANE_HEIGHT = 20.0
 HIGH_LANE_HEIGHT = 34.0
 
@@ -82,7 +82,8 @@ def timeline(facts: Facts) -> Markup:
 
 
 def _training_lane(drawing: Drawing, facts: Facts, at: Places) -> None:
-    """Draw training from the first iteration's start to the last commit, with slow spells and recoveries."""
+    """Draw training from the start of the first iteration to the last commit, with recoveries and the spells in which
+    something was slow."""
     drawing.box(0, 1, 18, LANE_HEIGHT, "idle", "no training")
     if facts.iterations:
         first, last = facts.iterations[0], facts.iterations[-1]
@@ -105,7 +106,7 @@ def _training_lane(drawing: Drawing, facts: Facts, at: Places) -> None:
 
 
 def _shares_of_time(drawing: Drawing, facts: Facts, at: Places) -> None:
-    """Draw the share of time that changes of plan took in each bin, from above."""
+    """Draw the share of time that changes of plan took in each bin, as bars from the top."""
     taken = [0.0] * TIME_BINS
     for row in facts.reconfigurations:
         start = at(row["finished_at"] - timedelta(seconds=row["seconds"])) * TIME_BINS
@@ -121,7 +122,7 @@ def _shares_of_time(drawing: Drawing, facts: Facts, at: Places) -> None:
 
 
 def _failure_lane(drawing: Drawing, facts: Facts, at: Places, middle: float) -> None:
-    """Draw a mark for each failure; for many failures, a bar in each bin with their number by kind."""
+    """Draw a mark for each failure. For many failures, draw a bar in each bin that shows their number by kind."""
     if len(facts.failures) > MAX_FAILURES_NUMBERED:
         _failure_counts(drawing, facts, at, middle)
         return
@@ -160,7 +161,8 @@ def _bin_s(facts: Facts) -> float:
 
 
 def _plan_lane(drawing: Drawing, facts: Facts, at: Places, top: float) -> None:
-    """Draw a box for each plan that took effect, as high as the share of working ranks; for many plans, an outline."""
+    """Draw a box for each plan that took effect. Its height is the share of working ranks. For many plans, draw an
+    outline."""
     drawing.text(0, top + 1, "ranks with work, by plan", "lane")
     effective = [row for row in facts.plans if row["in_effect_at"] is not None]
     max_ranks = max([row["active"] + row["standby"] for row in effective], default=1) or 1
@@ -186,7 +188,7 @@ def _plan_lane(drawing: Drawing, facts: Facts, at: Places, top: float) -> None:
 
 
 def _steps(begins: list[float], shares: list[float]) -> list[tuple[float, float]]:
-    """Return the points of the outline; of 800 or more plans, the lowest share in each of 800 places."""
+    """Return the points of the outline. For 800 plans or more, return the lowest share in each of 800 places."""
     places = sorted({*begins} if len(begins) < 800 else {n / 800 for n in range(int(begins[0] * 800) + 1, 801)})
     ends = [*places[1:], 1.0]
     points = []
@@ -205,13 +207,13 @@ NODE_MARKS = {
 
 
 def node_signs(facts: Facts) -> list[tuple[str, str, str]]:
-    """Return (shape, style, meaning) of the marks in the lane of nodes."""
+    """Return (shape, style, meaning) of each mark in the lane of nodes."""
     drawn = {(shape, style) for _, shape, style, _ in _node_changes(facts)}
     return [(*how, words) for words, how in NODE_MARKS.items() if how in drawn]
 
 
 def has_slow_strips(facts: Facts) -> bool:
-    """Return whether the lane of training shows when something was slow."""
+    """Return whether the lane of training shows spells in which something was slow."""
     has_boxes = len(facts.reconfigurations) <= MAX_BOXES
     return has_boxes and any(row["kind"] == "fail-slow" for row in facts.failures)
 

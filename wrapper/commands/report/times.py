@@ -1,6 +1,7 @@
-"""The picture of observed and predicted iteration times, with failures and slow spells. Rows in, SVG out.
+"""Draws observed and predicted iteration times, with failures and the spells in which something was slow. Rows in, SVG
+out.
 
-The picture has at most `MAX_POINTS` points per line, however many iterations there were.
+A line has at most `MAX_POINTS` points, however many iterations there were.
 """
 
 from __future__ import annotations
@@ -27,34 +28,39 @@ from wrapper.commands.report.svg import Drawing, Points, ticks
 from wrapper.output.render import duration
 
 MAX_POINTS = 800
-"""Most points of a line; for more iterations, each point has the minimum, median and maximum of a group."""
+"""Most points of a line. If there are more iterations, each point has the minimum, median and maximum of a group of
+iterations."""
 MIN_PREDICTED = 20
-"""Fewest iterations with a prediction for which a range is drawn."""
+"""Smallest number of undisturbed iterations with a prediction for which a range is drawn."""
 UNSCALED_RANGE = (0.8, 1.25)
-"""Range of the median ratio of observed to predicted time in which the prediction is drawn unscaled."""
+"""Range of the median ratio of observed to predicted time in which the prediction is drawn as it is, without
+scaling."""
 
 
 class TimesPicture(msgspec.Struct, frozen=True):
-    """The picture of iteration times, and the data of its caption."""
+    """The picture of iteration times, and the data for its caption."""
 
     picture: Markup
     columns: int
-    """Iterations per point."""
+    """Number of iterations in each point of a line."""
     cut: int
-    """Number of iterations above the top of the picture."""
+    """Number of iterations that took longer than the top of the picture shows."""
     longest_s: float
     band: tuple[float, float] | None
-    """Range of nine in ten iterations outside slow spells, as ratios to the drawn prediction."""
+    """Range that contains nine of ten iterations outside slow spells, as ratios to the drawn prediction; None if there
+    are too few iterations."""
     usual: float
-    """Factor on the drawn prediction: 1, or the usual ratio of observed to predicted time if that is far from 1."""
+    """Factor by which the prediction is multiplied: 1, or the usual ratio of observed to predicted time if that is far
+    from 1."""
     signs: tuple[str, ...]
-    """Kinds of failures that are marked."""
+    """Kinds of failures that have marks in the picture."""
     kinds: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class _Plot:
-    """The part of the picture with the lines: its iterations, its pixels from the top, and the seconds at its top."""
+    """The part of the picture with the lines: its first and last iteration, its place in pixels, and the seconds at its
+    top."""
 
     first: float
     last: float
@@ -69,12 +75,12 @@ class _Plot:
         return self.head + self.height * (1 - seconds / self.top_s)
 
     def points(self, places: Sequence[float], seconds: Sequence[float]) -> Points:
-        """Return the points of a line; what is above the top is drawn at the top."""
+        """Return the points of a line. A point above the top is drawn at the top."""
         return [(at, min(value / self.top_s, 1.0)) for at, value in zip(places, seconds, strict=True)]
 
 
 def iteration_times(facts: Facts) -> TimesPicture | None:
-    """Draw the seconds of each iteration, the prediction and slow spells; return None if there are no times yet."""
+    """Draw the seconds of each iteration, the prediction, and slow spells; return None if no time is known yet."""
     timed_rows = [row for row in facts.iterations if row["seconds"] is not None]
     if not timed_rows:
         return None
@@ -126,7 +132,7 @@ def _draw_prediction(
     predicted: Sequence[float],
     band: tuple[float, float] | None,
 ) -> list[str]:
-    """Draw the predicted times, with their range if there is one; return the kinds of lines that were drawn."""
+    """Draw the predicted times, with their range if `band` is given; return the kinds of lines that were drawn."""
     kinds = []
     for pieces in _pieces(places, predicted):
         piece_places, values = [at for at, _ in pieces], [value for _, value in pieces]
@@ -141,7 +147,8 @@ def _draw_prediction(
 
 
 def _draw_observed(drawing: Drawing, plot: _Plot, places: Sequence[float], seconds: Sequence[Any]) -> list[str]:
-    """Draw the observed times, and their spread if points have several; return the kind of line of the spread."""
+    """Draw the observed times; if points stand for several iterations, also their spread. Return the kind `spread` if
+    it was drawn."""
     has_spread = any(len(values) > 1 for values in seconds)
     if has_spread:
         high = plot.points(places, [float(values.max()) for values in seconds])
@@ -153,14 +160,14 @@ def _draw_observed(drawing: Drawing, plot: _Plot, places: Sequence[float], secon
 
 
 def _seconds_beside(drawing: Drawing, plot: _Plot) -> None:
-    """Add the seconds left of the picture."""
+    """Add the labels of the vertical axis, in seconds, left of the picture."""
     for value in ticks(0.0, plot.top_s, 5)[1:]:
         label = f"{value * 1000:g} ms" if plot.top_s < 1 else f"{value:g} s"
         drawing.beside(plot.y(value) + 4, label)
 
 
 def iterations_below(drawing: Drawing, first: float, last: float, y: float) -> None:
-    """Add the numbers of iterations below a picture."""
+    """Add the labels of the horizontal axis, the numbers of iterations, below a picture."""
     for value in ticks(first, last, 6):
         at = (value - first) / (last - first)
         if value == int(value):
@@ -170,7 +177,8 @@ def iterations_below(drawing: Drawing, first: float, last: float, y: float) -> N
 
 
 def _verdicts(drawing: Drawing, facts: Facts, plot: _Plot) -> None:
-    """Mark each failure with a sign and a vertical line; many failures with a short line of their colour."""
+    """Mark each failure with a sign and a vertical line. Mark many failures with short lines in the colours of their
+    kinds."""
     last_numbered_place = -1.0
     is_numbered = len(facts.failures) <= MAX_FAILURES_NUMBERED
     for row in _marked(facts, plot.first, plot.last):
@@ -192,7 +200,7 @@ def _marked(facts: Facts, first: float, last: float) -> list[Row]:
 
 
 def _spells(facts: Facts, first: float, last: float) -> list[tuple[Row, float, float]]:
-    """Return slow failures with their beginning and end as places in the picture."""
+    """Return each slow failure with the start and the end of its slow spell, as places in the picture."""
     spells = []
     for row in facts.failures:
         end = row["ended_iteration"] if row["ended_iteration"] is not None else last
@@ -203,7 +211,8 @@ def _spells(facts: Facts, first: float, last: float) -> list[tuple[Row, float, f
 
 
 def _undisturbed(facts: Facts, numbers: Any, predicted: Any) -> Any:
-    """Return a mask of iterations that have a prediction and no known slow part or failure."""
+    """Return a mask of the iterations that have a prediction, in which nothing was known to be slow and nothing
+    failed."""
     mask: Any = ~np.isnan(predicted) & (predicted > 0)
     for row in facts.failures:
         if row["kind"] == "fail-slow":
@@ -215,9 +224,9 @@ def _undisturbed(facts: Facts, numbers: Any, predicted: Any) -> Any:
 
 
 def _usual_ratio(seconds: Any, predicted: Any, undisturbed: Any) -> float:
-    """Return the median ratio of observed to predicted time if it is far from 1, else 1.
+    """Return the median ratio of observed to predicted time, or 1 if it is close to 1 (`UNSCALED_RANGE`).
 
-    It is far from 1 for costs that the model does not have, such as a busy machine.
+    It is far from 1 if there are costs that the model does not have, for example on a busy machine.
     """
     mask = undisturbed if undisturbed.sum() >= MIN_PREDICTED else predicted > 0
     if not mask.any():
@@ -227,7 +236,8 @@ def _usual_ratio(seconds: Any, predicted: Any, undisturbed: Any) -> float:
 
 
 def _band(seconds: Any, predicted: Any, undisturbed: Any) -> tuple[float, float] | None:
-    """Return the 5th and 95th percentile of observed over drawn predicted time; None for too few iterations."""
+    """Return the 5th and the 95th percentile of observed time divided by drawn predicted time; None for too few
+    iterations."""
     if undisturbed.sum() < MIN_PREDICTED:
         return None
     low, high = np.quantile(seconds[undisturbed] / predicted[undisturbed], [0.05, 0.95])

@@ -89,16 +89,18 @@ def job_status(
 
 
 def _events(reader: Reader, job: int) -> tuple[list[Row], str | None]:
-    """Return the last events that `status` shows, and the node of the last leader that was chosen, if any."""
+    """Return the last events that `status` shows, and the node of the leader that was chosen last; None if none was
+    chosen."""
     events = reader.events(job, EVENT_KINDS, EVENTS_IN_JSON, always_last="LeaderChosen")
     leaders = [event["node"] for event in events if event["kind"] == "LeaderChosen" and event["node"]]
     return events[-EVENTS_IN_JSON:], leaders[-1] if leaders else None
 
 
 def _output(host: str, leader: str | None, nodes: Sequence[Row], logs: str) -> str | None:
-    """Return the log that continues the job's output once its batch host is lost: the log of the leading agent.
+    """Return the log in which the job's output continues after the loss of its batch host: the log of the agent that
+    leads the job.
 
-    None while the first leader's node leads.
+    None while the first leader's node leads the job.
     """
     first = {node["node"] for node in nodes if node["host"] == host}
     return f"{logs}/{leader}.agent.log" if leader is not None and leader not in first else None
@@ -114,7 +116,8 @@ def _where_it_is_now(checkpoint: dict[str, Any], folder: str | None) -> dict[str
 
 
 def detector(row: dict[str, Any]) -> str:
-    """Return the data that the job's detector judges by, as in `journal.CoverageChanged`; "off" if it is off."""
+    """Return the data by which the job's detector judges, as in `journal.CoverageChanged`; "off" if the detector is
+    off."""
     try:
         configuration = json.loads(row["configuration"] or "{}")
     except ValueError:
@@ -125,9 +128,10 @@ def detector(row: dict[str, Any]) -> str:
 
 
 def _slurm_job(name: str) -> str | None:
-    """Return the Slurm job number of a run for srun, as Slurm 22.05 does not take array ids such as 12_3.
+    """Return the number of a run's Slurm job for srun, because Slurm 22.05 does not accept ids of array tasks such as
+    12_3.
 
-    None without Slurm.
+    None for a run without Slurm.
     """
     from resihp.errors import UsageError
     from wrapper.config.run_spec import load
@@ -139,5 +143,5 @@ def _slurm_job(name: str) -> str | None:
     try:
         request = load(find_job(name).run_file)
     except UsageError:
-        return named  # a run of another home
+        return named  # a run in another home
     return request.slurm.number if request.slurm and request.slurm.number else named

@@ -28,14 +28,15 @@ if TYPE_CHECKING:
 
 MAX_EVENTS_SHOWN = 8
 MIN_SLOW_SHARE_SHOWN = 0.01
-"""Share of the wall time from which time lost to slowness is shown."""
+"""Share of the wall time above which time lost to slowness is shown."""
 
 
 def goodput_line(figures: dict[str, Any]) -> str:
-    """Return `goodput 91.6 %, ETTR 78.4 %; lost: fail-stop 0.70 s, idle GPUs 2.00 s, other 0.30 s`.
+    """Describe goodput and losses: `goodput 91.6 %, ETTR 78.4 %; lost: fail-stop 0.70 s, idle GPUs 2.00 s, other 0.30
+    s`.
 
-    Goodput counts slow iterations in full; the time lost to slowness is shown beside it. For a script without
-    `resihp.Trainer`, no losses are known.
+    Goodput counts slow iterations in full; the time lost to slowness is shown separately. For a script without
+    `resihp.Trainer`, losses are unknown.
     """
     if figures["goodput"] is None and figures.get("target") is None and figures.get("epoch") is None:
         declared = "has not declared" if figures["state"] == "running" else "did not declare"
@@ -54,13 +55,15 @@ def goodput_line(figures: dict[str, Any]) -> str:
 
 
 def nothing_left(figures: Mapping[str, Any]) -> bool:
-    """Return whether a completed job had resumed from a checkpoint of the last iteration."""
+    """Return whether a completed job had no iteration to run, because it resumed from a checkpoint of the last
+    iteration."""
     committed, target = figures.get("committed_iterations"), figures.get("target")
     return figures["state"] == "completed" and committed == 0 and target is not None and figures["iteration"] >= target
 
 
 def progress_line(state: Mapping[str, Any]) -> str:
-    """Return `last iteration 3 s ago, done in about 4 min 05 s, 18.2k tokens/s`, with `(stuck?)` if it may be stuck.
+    """Describe progress: `last iteration 3 s ago, done in about 4 min 05 s, 18.2k tokens/s`, and `(stuck?)` if it may
+    be stuck.
 
     Empty before the first iteration and after the job's end.
     """
@@ -75,7 +78,7 @@ def progress_line(state: Mapping[str, Any]) -> str:
 
 
 def again_line(state: Mapping[str, Any]) -> str:
-    """Return a hint if the run has ended but its Slurm job may run again; else an empty text."""
+    """Return a hint if the run has ended but Slurm may run its job again; otherwise an empty text."""
     if state["exit_code"] == REQUEUE_REQUESTED:
         return "Slurm was asked to run it again: resihp jobs shows whether it is queued"
     if state["state"] == "abnormal" and slurm_job_of(state["job"]) is not None:
@@ -97,7 +100,8 @@ def places_lines(state: dict[str, Any]) -> list[str]:
 
 
 def nodes_line(state: dict[str, Any]) -> str:
-    """Return nodes that were drained, requested, and that joined: `drained: n3; in use: n9 for n3`."""
+    """Describe the nodes that were drained, the nodes that were requested, and those that joined: `drained: n3; in use:
+    n9 for n3`."""
     by_slurm = [row for row in state["drains"] if (row["step"], row["outcome"]) == ("slurm", "done")]
     drained = [row["node"] for row in by_slurm if row["undrained_at"] is None]
     requested, joined = [], []
@@ -112,7 +116,8 @@ def nodes_line(state: dict[str, Any]) -> str:
 
 
 def detector_line(state: dict[str, Any]) -> Text:
-    """Return the detector's state and the ranks that it does not watch: a blind detector must not look healthy."""
+    """Return the detector's state, and the ranks that it does not watch: a detector without data must not look
+    healthy."""
     line = Text(f"detector: {DETECTORS[state['detector']]}", style="" if state["detector"] == "workload" else "yellow")
     if state["unwatched"]:
         line.append(f"; not watched: {rank_list(state['unwatched'])}", style="yellow")

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 READ_INTERVAL_S = 1.0
 """Seconds between two readings of the ledger."""
 MAX_READING_SHARE = 0.2
-"""Largest share of the time spent reading; a ledger that is slow to read is read less often."""
+"""Largest share of the time that is spent reading. A ledger that is slow to read is read less often."""
 LINE_INTERVAL_S = 10.0
 """Seconds between two lines about progress, without a terminal."""
 MAX_RECENT_ITERATIONS = 400
-"""Iterations read for the line of iteration times."""
+"""Most iterations that are read for the line of iteration times."""
 # --- following a job ------------------------------------------------------------------------------------------------
 
 
@@ -49,7 +49,7 @@ def watch(job: str | None, ledger: str | None, as_json: bool) -> str:
     def read() -> Watched:
         nonlocal name
         with opened(name, ledger) as (reader, row):
-            name = name or row["uuid"]  # a moment later, another job may be the newest
+            name = name or row["uuid"]  # the newest job may be another one a moment later
             columns = ("iteration", "seconds", "predicted_seconds")
             rows = reader.rows("iterations", row["id"], last=MAX_RECENT_ITERATIONS)
             state = job_status(reader, row, folder=folder_of(name, ledger))
@@ -66,9 +66,9 @@ def follow(
     wait: Callable[[float], bool] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> str:
-    """Show the job until it ends and return its last state.
+    """Show the job until it ends, and return its last state.
 
-    `wait` pauses for a number of seconds and returns True if the window was resized meanwhile.
+    `wait` pauses for a number of seconds, and returns True if the window was resized meanwhile.
     """
     state, took_s = _timed(read, clock)
     try:
@@ -174,10 +174,10 @@ def _resizes() -> Iterator[Callable[[float], bool]]:
 
 
 def changes(former: Watched | None, now: Watched, *, progress: bool = True) -> list[str]:
-    """Return the news since `former`, one line for each event.
+    """Return the events since `former`, one line for each.
 
-    With `progress`, a line tells the iteration if it has advanced. A line is added once when the job begins to look
-    stuck.
+    With `progress`, a line names the iteration if it has advanced. When the job begins to look stuck, a line says so
+    once.
     """
     status = now.status
     last_seq = -1 if former is None else max((event["seq"] for event in former.status["events"]), default=-1)

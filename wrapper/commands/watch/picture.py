@@ -38,25 +38,26 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 SIDE_BY_SIDE_COLUMNS = 130
-"""Width, in columns, from which events are shown beside the layout."""
+"""Smallest width of the window, in columns, for which events are shown beside the layout and not below it."""
 MIN_LAYOUT_COLUMNS = 44
-"""Smallest width, in columns, of a layout with events beside it."""
+"""Smallest width, in columns, of a layout that has events beside it."""
 MAX_REPLICAS_NUMBERED = 8
 """Most replicas for which every rank is shown by its number."""
 MIN_EVENT_LINES = 6
-"""Lines reserved for events below a large layout."""
+"""Number of lines that are reserved for events below a large layout."""
 FINAL_EVENT_LINES = 12
-"""Lines of events in the picture that stays after the job's end."""
+"""Number of lines for events in the picture that stays after the job's end."""
 UNICODE_BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.-=+*%#"
 MEDIAN_BLOCK = 2
-"""Index of the block for an iteration of median time."""
+"""Height, as an index into the blocks, of the block for an iteration of median time."""
 STEPS_PER_RATIO = 6.0
-"""Blocks by which an iteration of twice the median time rises; 1.5 times the median rises by three."""
+"""Number of blocks by which an iteration of twice the median time is higher; 1.5 times the median is three blocks
+higher."""
 
 
 class Watched(msgspec.Struct, frozen=True):
-    """Data on the screen: the status of `status --json`, and the times of the last iterations."""
+    """The data on the screen: the content of `status --json`, and the times of the last iterations."""
 
     status: Mapping[str, Any]
     times: Sequence[tuple[int, float | None, float | None]]
@@ -66,7 +67,8 @@ class Watched(msgspec.Struct, frozen=True):
 
 
 def picture(state: Watched, width: int, height: int | None, *, unicode: bool = True) -> RenderableType:
-    """Return the state in `width` columns and, unless `height` is None, at most `height` lines."""
+    """Return the picture of a job's state, `width` columns wide and, unless `height` is None, at most `height` lines
+    high."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -123,7 +125,8 @@ def _top(state: Watched, width: int, unicode: bool) -> list[Text]:
 
 
 def _times(times: Sequence[tuple[int, float | None, float | None]], width: int, unicode: bool) -> list[Text]:
-    """Return a line of blocks, one per iteration, for observed over predicted time; for seconds without predictions."""
+    """Return a caption and a line of blocks, one block per iteration. A block's height shows observed divided by
+    predicted time or, without predictions, the observed time."""
     from rich.text import Text
 
     measured = [(number, seconds, predicted) for number, seconds, predicted in times if seconds is not None]
@@ -149,7 +152,7 @@ def _times(times: Sequence[tuple[int, float | None, float | None]], width: int, 
 
 
 def _events(events: Sequence[Mapping[str, Any]], width: int, room: int) -> list[Text]:
-    """Return the last events in at most `room` lines, at most two lines each."""
+    """Return the last events in at most `room` lines, with at most two lines for each event."""
     from rich.text import Text
 
     lines: list[Text] = []
@@ -166,7 +169,8 @@ def _events(events: Sequence[Mapping[str, Any]], width: int, room: int) -> list[
 
 
 def _layout(status: Mapping[str, Any], width: int, max_lines: int | None, unicode: bool) -> list[Text]:
-    """Return the layout in at most `max_lines` lines: every rank by its number if that fits, else one sign per rank."""
+    """Return the layout in at most `max_lines` lines: every rank by its number if there is room, otherwise as one
+    sign."""
     from rich.text import Text
 
     if status["layout"] is None:
@@ -188,10 +192,10 @@ def _layout(status: Mapping[str, Any], width: int, max_lines: int | None, unicod
 def signs(
     layout: Layout, health: Mapping[int, Health], width: int, max_lines: int | None, *, unicode: bool = True
 ) -> list[Text]:
-    """Return a row of signs for each replica that is not fully active, and one line per run of active replicas.
+    """Return a row of signs for each replica that is not fully active, and one line for each run of active replicas.
 
-    At most `max_lines` lines. Below are the numbers of ranks that are not active, also those outside the layout, and a
-    legend.
+    There are at most `max_lines` lines. At the end are the numbers of all ranks that are not active, including ranks
+    outside the layout, and a legend.
     """
     from rich.text import Text
 
@@ -240,7 +244,7 @@ def _active_replicas(layout: Layout, first: int, last: int) -> Text:
 
 
 def _row(layout: Layout, d: int, health: Mapping[int, Health], sign: Mapping[Health, str], width: int) -> list[Text]:
-    """Return one replica: the ranks of its stages as signs, on as many lines as they need."""
+    """Return one replica: the ranks of its stages as signs, on as many lines as necessary."""
     from rich.text import Text
 
     label = f"replica {d} "
@@ -258,7 +262,7 @@ def _row(layout: Layout, d: int, health: Mapping[int, Health], sign: Mapping[Hea
 
 
 def _by_number(layout: Layout, health: Mapping[int, Health]) -> list[Text]:
-    """Return a line for each state other than active with its ranks: `dead: ranks 5, 17-24`."""
+    """Return a line for each state other than active, with the numbers of its ranks: `dead: ranks 5, 17-24`."""
     from rich.text import Text
 
     ranks_of_state: dict[Health, list[int]] = {}

@@ -1,1 +1,2 @@
-"""OpenTelemetry: `traces` listens to the journal, `spans` turns records into spans, `otlp` sends them."""
+"""OpenTelemetry traces of a job: `traces` listens to the journal, `spans` turns records into spans, `otlp` sends
+them."""

@@ -1,10 +1,10 @@
-"""Sends traces to an OpenTelemetry collector with its own SDK and exporter: OTLP over HTTP, configured by `OTEL_*`
-variables.
+"""Sends traces to an OpenTelemetry collector with OpenTelemetry's SDK and exporter: OTLP over HTTP, configured by
+`OTEL_*` variables.
 
-Loaded by `wrapper.sinks.tracing.traces` in its thread. The SDK's batch processor provides the queue and the sending
-thread. No collector can do us harm: redirects are not followed, bodies of answers are not read, an attempt has a time
-limit, and a failure is reported once, in our words. The SDK's own messages are discarded, because they may quote
-`OTEL_EXPORTER_OTLP_HEADERS`.
+Loaded by `wrapper.sinks.tracing.traces`, in its thread. The SDK's batch processor provides the queue and the sending
+thread. A faulty collector cannot harm the job: redirects are not followed, bodies of responses are not read, each
+attempt has a time limit, and a failure is reported once, in resihp's own words. The SDK's messages are discarded,
+because they may quote `OTEL_EXPORTER_OTLP_HEADERS`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ from wrapper.sinks.queue import UndeliveredError
 from wrapper.sinks.tracing.spans import Episode, Span, Value
 
 MAX_ATTEMPT_S = 30.0
-"""Limit on `OTEL_EXPORTER_OTLP_TIMEOUT`, which is in milliseconds by its specification; the SDK takes it for
-seconds."""
+"""Upper limit, in seconds, on `OTEL_EXPORTER_OTLP_TIMEOUT`. The specification defines that variable in milliseconds,
+but the SDK reads it as seconds."""
 MIN_ATTEMPT_S = 0.001
 RECORD_ATTRIBUTE = "resihp.record"
 
 
 def opened(note: Callable[[int], None], say: Callable[[str], None]) -> Outlet:
-    """Connect to the collector that the environment names. Raises UndeliveredError for variables that the SDK
-    rejects."""
+    """Connect to the collector that the environment names. Raises UndeliveredError if the SDK rejects the variables.
+
+    `note` gets the number of the last record whose trace was sent; `say` reports failures.
+    """
     for name in ("opentelemetry", "urllib3"):
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     session, adapter = requests.Session(), _Adapter()
@@ -53,7 +55,7 @@ def opened(note: Callable[[int], None], say: Callable[[str], None]) -> Outlet:
 
 
 class _Adapter(HTTPAdapter):
-    """Makes one attempt per call; remembers the outcome of the last one, and its destination."""
+    """HTTP adapter that makes one attempt per call, and keeps its outcome (empty for success) and its destination."""
 
     outcome = "no answer"
     where = "the collector"
@@ -75,10 +77,10 @@ class _Adapter(HTTPAdapter):
         except requests.Timeout:
             self.outcome = "no answer in time"
             raise
-        except Exception as error:  # its message may hold a secret
+        except Exception as error:  # the error's message may contain a secret
             self.outcome = type(error).__name__
             raise
-        answer = requests.Response()  # without a body, which may be of any length and take any time
+        answer = requests.Response()  # without the body, which may be of any length and take any time
         with response:
             answer.status_code, answer.reason, answer.url = response.status_code, response.reason, response.url
             answer.request = request
@@ -89,7 +91,7 @@ class _Adapter(HTTPAdapter):
 
 
 class _ReportingExporter(SpanExporter):
-    """The exporter, with the outcome of its batches noted and reported."""
+    """The OTLP exporter, with failures reported, and with the last record noted after each batch that was sent."""
 
     def __init__(
         self, exporter: SpanExporter, attempts: _Adapter, note: Callable[[int], None], say: Callable[[str], None]
@@ -111,7 +113,7 @@ class _ReportingExporter(SpanExporter):
             sequence_numbers = [
                 seq for span in spans if isinstance(seq := (span.attributes or {}).get(RECORD_ATTRIBUTE), int)
             ]
-            if sequence_numbers:  # a root span is the last of its trace
+            if sequence_numbers:  # the root span is the last span of a trace
                 self._note(max(sequence_numbers))
             if self.failing:
                 self.failing = False
@@ -129,12 +131,12 @@ class _ReportingExporter(SpanExporter):
         self._exporter.shutdown()
 
     def _report(self, text: str) -> None:
-        with suppress(RuntimeError):  # the event loop has ended
+        with suppress(RuntimeError):  # raised if the event loop has ended
             self._say(text)
 
 
 class _Ids(IdGenerator):
-    """Ids that follow from a trace's key, so that a trace that is sent again keeps its ids."""
+    """Ids that are derived from a trace's key, so that a trace that is sent twice has the same ids."""
 
     def __init__(self) -> None:
         self._key, self._spans = "", 0
@@ -154,7 +156,7 @@ class _Ids(IdGenerator):
 
 
 class Outlet:
-    """The tracer. Call `send` from one thread; it never waits for a collector."""
+    """An open connection to a collector. Call `send` from one thread; it never waits for the collector."""
 
     def __init__(
         self, exporter: _ReportingExporter | SpanExporter, say: Callable[[str], None] = lambda text: None
@@ -185,10 +187,11 @@ class Outlet:
             self._make(child, span)
         if content.failed:
             span.set_status(api.Status(api.StatusCode.ERROR, _text(content.failed)))
-        span.end(_nanoseconds(content.end))  # after its children: a root that is sent has sent all of its trace
+        span.end(_nanoseconds(content.end))  # after its children: if the root was sent, the whole trace was sent
 
     def close(self, deadline: float) -> bool:
-        """Send waiting spans until then (monotonic seconds), unless the collector has been failing."""
+        """Send the waiting spans until `deadline` (monotonic seconds), unless the collector has been failing. Returns
+        False if time ran out."""
         if getattr(self._exporter, "failing", False):
             self._exporter.shutdown()
         ending = threading.Thread(target=self._provider.shutdown, name="traces end", daemon=True)
@@ -211,7 +214,7 @@ def _clean(value: Value) -> Value:
 
 
 def _text(words: str) -> str:
-    """Return a name as valid text: the SDK would drop the whole batch for an invalid one."""
+    """Return a name as valid Unicode text; the SDK would drop a whole batch for one invalid name."""
     return words.encode(errors="replace").decode()
 
 

@@ -1,7 +1,8 @@
-"""Failures and changes of plan as spans: one trace each, from onset or notice to the first iteration after it.
+"""Turns failures and changes of plan into spans: one trace each, from the onset, or the moment it was noticed, to the
+first iteration afterwards.
 
-`Story` makes them from the journal's records, pure: all times are the journal's, so that a supervisor that takes over
-makes the same spans. Called by `wrapper.sinks.tracing.traces`. Knows no SDK.
+`Story` computes traces from the journal's records. It is pure: all times are the journal's, so that a supervisor that
+takes over computes the same spans. Called by `wrapper.sinks.tracing.traces`. Does not use OpenTelemetry's SDK.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ Value = str | int | float | Sequence[str] | Sequence[int]
 
 MAX_EVENTS = 64
 MIN_NOTICE_S = 1e-3
-"""A failure that is noticed within this time after its onset gets no `notice` span."""
+"""A failure that is noticed within this time after its onset, in seconds, gets no `notice` span."""
 COMMITS_AFTER_FAILURE = 1
-"""Iterations that may still be committed after a failure that stops the job, because their step was taken before it."""
+"""Most iterations that may be committed after a failure that ended the job: their step was taken before the failure."""
 
 _EVENT_ENTRIES = (
     *(journal.FaultInjected, journal.WorkerEnded, journal.NodeLost, journal.Suspected, journal.FailureFound),
     *(journal.ProbesTaken, journal.ChangeDecided, journal.ChangeDeclined, journal.PlanDecided, journal.PlanRefused),
     *(journal.PlanWithdrawn, journal.PlanInEffect, journal.LeaderChosen, journal.FailureEnded, journal.JobEnded),
 )
-"""Entries that become events of a root span."""
+"""Journal entries that become events of a root span."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A span. Times are UTC in seconds since 1970. `failed`: the reason; empty unless the job ended by it."""
+    """A span. Times are UTC in seconds since 1970. `failed`: the reason why the job ended; empty for any other span."""
 
     name: str
     start: float
@@ -50,9 +51,10 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Episode:
-    """A failure or a change of plan, from beginning to end.
+    """The trace of one failure or change of plan.
 
-    `seq`: number of the record that ended it. `key`: unique, and the same for every supervisor that makes this trace.
+    `seq`: number of the journal record that completed the trace. `key`: unique for each trace; every supervisor
+    computes the same key for it.
     """
 
     seq: int
@@ -66,12 +68,12 @@ class _Failure:
     noticed_at: float
     onset_at: float | None
     commits: int
-    """Number of the job's commits when the failure was found."""
+    """Number of iterations that the job had committed when the failure was found."""
 
 
 class Story:
-    """Makes traces. `follow` takes every record of a job, packed ones too, in order, and returns traces that end with
-    it."""
+    """Computes traces. Call `follow` with every record of a job, in order, packed records included; it returns the
+    traces that the record completes."""
 
     def __init__(self) -> None:
         self._history = JobHistory()
@@ -79,10 +81,10 @@ class Story:
         self._began = 0.0
         self._open: dict[int, _Failure] = {}
         self._before: Layout | None = None
-        """The layout in effect when training last ran undisturbed."""
+        """Layout in effect when training last ran without interruption; None before the first layout."""
         self._decided: journal.PlanDecided | None = None
         self._in_effect: tuple[int, journal.Record] | None = None
-        """(epoch, record) of the last plan that took effect."""
+        """(epoch, record) of the last plan that took effect; None before the first plan."""
         self._committed = self._count = self._saved = 0
         self._events: deque[tuple[float, str, str]] = deque(maxlen=MAX_EVENTS)
 
@@ -129,7 +131,7 @@ class Story:
 
     @property
     def _layout(self) -> Layout | None:
-        """Return the layout in effect; None before the first."""
+        """Layout in effect; None before the first plan."""
         return self._history.plans[-1].layout if self._history.plans else None
 
     def _found(self, entry: journal.FailureFound, at: float) -> _Failure:
@@ -171,9 +173,12 @@ class Story:
         return self._trace(record, name, children, attributes, start, began + entry.seconds)
 
     def _interrupted_at(self, record: journal.Record, entry: journal.Reconfigured) -> float:
-        """Return when training was interrupted. A record's time is when it was written, never earlier than its event:
-        so the earlier of two records is more accurate. A record of another leader does not count, as that one measured
-        from another moment."""
+        """Return the time, in seconds since 1970, when training was interrupted.
+
+        It is computed both from the record of the first iteration after the change of plan and from the record that the
+        plan took effect. Each was written at or after its event, so the earlier of the two results is the more accurate
+        one. A plan's record by another leader is not used, because that leader measured from another moment.
+        """
         began = record.at - entry.seconds
         if self._in_effect is not None and self._in_effect[0] == entry.epoch:
             _, written = self._in_effect
@@ -182,7 +187,8 @@ class Story:
         return began
 
     def _kept(self, record: journal.Record, failure: _Failure, end: float, outcome: str, failed: str = "") -> Episode:
-        """Make the trace of a failure that was not answered by a change of plan."""
+        """Return the trace of a failure that no change of plan answered. `failed`: the reason if the failure ended the
+        job."""
         attributes = {
             **_about([failure]),
             "resihp.epoch": failure.entry.epoch,
@@ -196,8 +202,8 @@ class Story:
         return self._trace(record, "failure", children, attributes, start, end, part=part, failed=failed)
 
     def _at_the_end(self, record: journal.Record, entry: journal.JobEnded) -> Iterator[Episode]:
-        """Make traces of open failures at the job's end: a slow part stayed slow until now; a dead one ended the job,
-        unless training went on without it."""
+        """Yield the traces of failures that are still open at the job's end. A slow device or link stayed slow until
+        the end. A dead device or process ended the job, unless training went on without it."""
         for failure in self._open.values():
             if failure.entry.kind == "fail-slow":
                 yield self._kept(record, failure, record.at, "kept")
@@ -237,7 +243,7 @@ class Story:
 
 
 def _before(failures: Sequence[_Failure], began: float) -> list[Span]:
-    """Make spans from the known onsets to the interruption of training."""
+    """Return the spans from the known onsets to the interruption of training."""
     spans = []
     for failure in failures:
         number = {"resihp.failure": failure.entry.failure}
@@ -250,8 +256,8 @@ def _before(failures: Sequence[_Failure], began: float) -> list[Span]:
 
 
 def _phases(entry: journal.Reconfigured, began: float) -> list[Span]:
-    """Make spans of the phases in the journal. Ranks build and move at their own pace: the time of the slowest rank is
-    in `resihp.seconds`, but no span extends beyond the moment when training resumed."""
+    """Return the spans of the phases in the journal entry. Ranks build groups and move state at their own pace: the
+    slowest rank's time is in `resihp.seconds`, but no span extends beyond the moment when training resumed."""
     done = began + entry.seconds
     parked = began + entry.park_s
     confirmed = parked + entry.plan_s

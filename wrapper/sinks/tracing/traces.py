@@ -1,9 +1,9 @@
-"""Sends a trace of each failure and change of plan to an OpenTelemetry collector, once it is over.
+"""Sends the trace of each completed failure or change of plan to an OpenTelemetry collector.
 
-Listens to the journal (`wrapper.sinks.fanout`); `wrapper.sinks.tracing.spans` makes the traces. A thread
-(`wrapper.sinks.queue`) loads the SDK with the first trace, and hands traces to `wrapper.sinks.tracing.otlp`. The last
-trace that the collector has taken is noted in the job's folder: a supervisor that takes over continues from there, and
-a trace always has the same ids. Decides nothing about the job.
+Listens to the journal (`wrapper.sinks.fanout`); `wrapper.sinks.tracing.spans` computes the traces. A thread
+(`wrapper.sinks.queue`) loads the SDK with the first trace and passes traces to `wrapper.sinks.tracing.otlp`. The number
+of the last record whose trace the collector accepted is saved in the job's folder; a supervisor that takes over
+continues after that record. A trace always has the same ids. Decides nothing about the job.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class TraceOutlet(Protocol):
 
 
 class Traces:
-    """A listener. `noted`: the file with the number of the last record whose trace a collector has taken. `past`:
-    records of the leaders before us, of which all later traces are sent now."""
+    """A listener that sends traces, in the background. `noted`: file with the number of the last record whose trace a
+    collector accepted. `past`: records written under earlier leaders; traces after the noted record are sent now."""
 
     def __init__(
         self,
@@ -54,13 +54,13 @@ class Traces:
             self._queue.put(trace)
 
     def close(self, deadline: float) -> bool:
-        """Send the remaining traces until the deadline; give up if the collector does not take them."""
+        """Send the remaining traces until `deadline`; return False if the collector did not accept all of them."""
         if not self._queue.close(deadline):
             return False
         return self._outlet is None or self._outlet.close(deadline)
 
     def _send(self, trace: Episode) -> None:
-        if self._taken is None:  # read here, in the thread, since files may hang
+        if self._taken is None:  # read in the queue's thread, since the file system may hang
             self._taken = _number(self._noted)
         if trace.seq <= self._taken:
             return
@@ -69,7 +69,7 @@ class Traces:
         self._outlet.send(trace)
 
     def _note(self, seq: int) -> None:
-        with suppress(OSError):  # then it may be sent twice, with the same ids
+        with suppress(OSError):  # if this fails, a later supervisor sends the trace again, with the same ids
             write_private(self._noted, str(seq).encode())
 
 
@@ -87,9 +87,10 @@ def _opened(note: Callable[[int], None], say: Callable[[str], None]) -> TraceOut
 
 
 def asked_of(environment: Mapping[str, str]) -> bool:
-    """Decide whether to send the configured traces: OpenTelemetry's own switches come first.
+    """Return whether to send traces that the configuration requests: False if OpenTelemetry's own variables switch
+    traces off.
 
-    Raises ConfigurationError if that is impossible.
+    Raises ConfigurationError if traces cannot be sent.
     """
     subject = "[metrics] traces"
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
@@ -119,7 +120,7 @@ def asked_of(environment: Mapping[str, str]) -> bool:
 def _is_there(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except ModuleNotFoundError:  # not even its parent package exists
+    except ModuleNotFoundError:  # the parent package does not exist either
         return False
 
 

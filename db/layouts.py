@@ -1,4 +1,4 @@
-"""Conversion of a layout to JSON, the LAYOUT of interface.md, and back. Pure."""
+"""Conversion of a layout to and from JSON, in the form LAYOUT of interface.md. Pure."""
 
 from __future__ import annotations
 
@@ -57,10 +57,8 @@ class _Ranks(msgspec.Struct):
 
 
 def ranks_of(text: str) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
-    """Return the ranks that compute, those on standby, and those of mirrors.
-
-    Much faster than `from_json`. Raises LedgerError as that does.
-    """
+    """Return the ranks that compute, those on standby, and those of mirrors. Much faster than `from_json`. Raises
+    LedgerError if `text` is not a LAYOUT."""
     try:
         ranks_in_layout = msgspec.json.decode(text, type=_Ranks)
     except (msgspec.DecodeError, RecursionError) as error:

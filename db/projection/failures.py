@@ -1,6 +1,6 @@
-"""Rows of failures, and of the measurements of devices and links.
+"""Rows of failures, and of measurements of devices and links.
 
-Decides how the entries about them change these rows; never looks for a cause. Called by `applying` beside it.
+Decides how journal entries change these rows; never looks for a cause. Called by `applying`.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class LeaderLink:
 
     @property
     def welcome(self) -> bool:
-        """Whether any supervisor has ever accepted us as this node's agent."""
+        """Whether any supervisor has ever accepted this process as its node's agent."""
         return self.promised > 0
 
     # --- the leader -------------------------------------------------------------------------------------------

@@ -45,9 +45,10 @@ PLEDGE_S = 3.0
 
 @dataclass(frozen=True)
 class Standing:
-    """An agent's knowledge when it judges a candidate or stands as one.
+    """An agent's state when it judges a candidate, or when it may become one.
 
-    `heard_at`: when it last heard from a leader; None if it never has.
+    `promised`: newest term that the agent has promised itself to. `heard_at`: time of the last message from a leader;
+    None if there never was one.
     """
 
     now: float

@@ -43,8 +43,8 @@ FULL_PAUSE_S = 0.1
 a free connection is soon taken."""
 SERVER_SILENCE_S = 30.0
 MIGRATION_LOCK_S = 3.0
-"""Seconds for which a schema change waits for a server's table lock at a time; later queries on the table wait as
-long."""
+"""Seconds for which one attempt to change the schema waits for a server's table lock. Later queries of the table wait
+behind this attempt."""
 URL_EXAMPLES = "use sqlite:///PATH or postgresql+psycopg://USER@HOST/DATABASE"
 
 

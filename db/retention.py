@@ -29,7 +29,7 @@ ROWS_PER_PRUNE = 200_000
 
 @dataclass(frozen=True)
 class Pruned:
-    """Number of rows removed from one job."""
+    """Numbers of rows that were removed from one job."""
 
     job: str
     owner: str

@@ -209,7 +209,8 @@ class Ledger:
 
     @property
     def dropped(self) -> int:
-        """Number of telemetry rows that were dropped."""
+        """Number of journal records that are queued and not written yet; a lower bound while the journal is being read
+        again."""
         with self._lock:
             return self._telemetry.dropped
 

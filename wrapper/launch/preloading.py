@@ -32,7 +32,7 @@ EXIT_TIMEOUT_S = 2.0
 
 @contextmanager
 def preloading(request: RunRequest) -> Iterator[socket.socket | None]:
-    """Run the process; yield its socket, for the launcher. Yields None if each node starts a fork server of its own."""
+    """Run the process, and yield its socket for the launcher; yield None if each node starts its own fork server."""
     if request.slurm is not None or request.container is not None:
         yield None
         return

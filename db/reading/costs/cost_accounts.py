@@ -66,14 +66,15 @@ from db.reading.costs.timeline import (
 Row = dict[str, Any]
 
 OF_FAILURES = ("detect", "reconfigure", "redo", "rollback", "slow", "idle", "capacity")
-"""Causes attributed to failures, to unfit devices, and to the changes of plan that they lead to."""
+"""Causes that are attributed to failures, to unfit devices, and to the resulting changes of plan."""
 OF_HARDWARE = frozenset({"device", "node", "link", "process"})
-"""Components that count as hardware if a failure does not say whether it was: those of `db.reading.health`."""
+"""Components that count as hardware if a failure's row does not say whether it was hardware; the same as in
+`db.reading.health`."""
 GPU_DAYS = 1000.0
 
 
 class RolledBack(msgspec.Struct, frozen=True, kw_only=True):
-    """Useful time of a job that is over which later attempts did again, in the iterations `again`."""
+    """Useful time of a job that is over which later attempts repeated, in the iterations `again`."""
 
     again: tuple[tuple[int, int], ...]
     seconds: float
@@ -81,21 +82,22 @@ class RolledBack(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
-    """Account of a job; see the module's docstring. `lost_s`, `lost_gpu_hours`: by `CAUSES`; with `useful_s` they add
-    up to `held_s`, with `useful_gpu_hours` to `gpu_hours`. Fields with a default are missing in accounts of older
-    versions, which covered only the wall time."""
+    """Cost account of a job; see the module's docstring. `lost_s` and `lost_gpu_hours` are by `CAUSES`. `lost_s` and
+    `useful_s` add up to `held_s`; `lost_gpu_hours` and `useful_gpu_hours` add up to `gpu_hours`. Fields with a default
+    are missing in accounts of older versions, which covered only the wall time."""
 
     wall_s: float
     useful_s: float
     committed_s: float
-    """Seconds of committed iterations, slow or not, on the requested devices: goodput's numerator."""
+    """Seconds of committed iterations, slow or not, reduced to the requested layout with all devices: the numerator of
+    goodput."""
     goodput: float | None
     ettr: float | None
     lost_s: dict[str, float]
     gpu_hours: float
     lost_gpu_hours: dict[str, float]
     devices: float
-    """Number of devices held, on average."""
+    """Average number of devices held."""
     failures: int
     mtbf_s: float | None
     mttr_s: float | None
@@ -103,13 +105,13 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     useful_gpu_hours: float = 0.0
     hardware_failures: int = 0
     repairs: int = 0
-    """Number of failures that ended with a recovery; `mttr_s` is their mean time."""
+    """Number of failures that ended with a recovery; `mttr_s` is the mean time of these recoveries."""
     in_proportion: int = 0
-    """Number of jobs whose causes were taken in proportion to their wall time, because they were cut and their rows
-    thinned."""
+    """Number of jobs of which only a part was counted, with causes in proportion to the wall time, because their rows
+    were thinned."""
     rolled_back: RolledBack | None = None
-    """Present only in an account stored in a job's row, whose other figures exclude later attempts; None if there are
-    none, or if it has yet to be computed."""
+    """Set only in an account stored in a job's row, in which the other figures exclude later attempts. None if there
+    are no later attempts, or if their effect is not computed yet."""
 
     @property
     def failure_gpu_hours(self) -> float:
@@ -118,7 +120,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def useful_share(self) -> float | None:
-        """Share of the GPU-hours held."""
+        """Useful share of the GPU-hours held; None if there are none."""
         return self.useful_gpu_hours / self.gpu_hours if self.gpu_hours > 0 else None
 
     @property
@@ -150,7 +152,7 @@ def of_hardware(failure: Row) -> bool:
 
 
 def between(held_time: HeldTime, since_s: float = -np.inf, until_s: float = np.inf) -> Account:
-    """Return the account of a part of a job, from `since_s` on and before `until_s`, in seconds since the job's
+    """Return the account of the part of a job from `since_s` on and before `until_s`, in seconds since the job's
     start."""
     every_s, every_h = (amounts.tolist() for amounts in held_time.between(since_s, until_s))
     seconds, hours = dict(zip(SHARES, every_s, strict=True)), dict(zip(SHARES, every_h, strict=True))

@@ -52,7 +52,8 @@ def nearest(name: str, known_names: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class NamedJob:
-    """A job's name: `1234`, also `1234_5`, `1234-r1`; `user/1234`; the beginning of a uuid."""
+    """A name that a user gave for a job: `1234`, also `1234_5` or `1234-r1`; `user/1234`; or the beginning of a
+    uuid."""
 
     name: str
     user: str | None

@@ -89,7 +89,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 def spares(
     reader: Reader, job: Row | None = None, since: datetime | None = None, until: datetime | None = None
 ) -> pd.DataFrame:
-    """Return `plan_rows.spares_rows` as a frame; columns as in `db.reading.plans.spares.saved`."""
+    """Return the time that one more spare node would have saved; columns as in `db.reading.plans.spares.saved`."""
     return as_frame(plan_rows.spares_rows(reader, job, since=since, until=until), COLUMNS["spares"])
 
 

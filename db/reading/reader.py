@@ -74,7 +74,8 @@ class Reader:
 
     @classmethod
     def within(cls, connection: Connection) -> Reader:
-        """Return a reader for a writer's own transaction, which the reader neither ends nor closes."""
+        """Return a reader that works within a writer's transaction; the reader neither ends the transaction nor closes
+        the connection."""
         return cls(connection, masked(connection.engine.url), borrowed=True)
 
     @classmethod

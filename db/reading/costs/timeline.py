@@ -48,8 +48,8 @@ class HeldDevices:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldTime:
-    """Stretches of time, in seconds since the job's start, and how the seconds of each are divided: (stretches,
-    `SHARES`)."""
+    """Intervals of time, in seconds since the job's start. `seconds`: how the seconds of each interval are divided,
+    with shape (intervals, `SHARES`)."""
 
     begin_s: Floats
     end_s: Floats

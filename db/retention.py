@@ -62,7 +62,7 @@ def prune(url: str, before: datetime, keep_every: int | None = None, *, dry_run:
             query = select(JobRow.id).order_by(JobRow.started_at, JobRow.id)
             changeable = query.with_for_update(
                 read=True, key_share=True
-            )  # PostgreSQL locks only rows that we may change
+            )  # PostgreSQL locks only rows that this user may change
             jobs = connection.execute(changeable).scalars().all()
             connection.rollback()
             pruned_jobs = []
@@ -88,7 +88,7 @@ def prune_telemetry(engine: Engine, owner: str, before: datetime) -> int:
     this database user may change. Removes about `ROWS_PER_PRUNE` rows of each table at most. Return the number of
     removed rows; 0 if none remain. Raises SQLAlchemy's errors."""
     query = select(JobRow.id, JobRow.nodes * JobRow.gpus_per_node).where(JobRow.owner == owner).order_by(JobRow.id)
-    with engine.begin() as connection:  # locks only rows that we may change, for the time of this query
+    with engine.begin() as connection:  # locks only rows that this user may change, for the time of this query
         jobs = connection.execute(query.with_for_update(read=True, key_share=True)).all()
     for job_id, ranks in jobs:
         with engine.begin() as connection:

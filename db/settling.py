@@ -60,7 +60,7 @@ def settle_job(connection: Connection, job_id: int, *, wait: bool = True) -> boo
     """Settle one job within the caller's transaction. Return False, without a change, if the job is still running, if
     this database user may not change it, or, without `wait`, if its row is locked."""
     mine = select(_JOBS.c.id).where(_JOBS.c.id == job_id, _JOBS.c.state != "running")
-    mine = mine.with_for_update(skip_locked=not wait)  # PostgreSQL shows only rows that we may change
+    mine = mine.with_for_update(skip_locked=not wait)  # PostgreSQL shows only rows that this user may change
     if connection.execute(mine).first() is None:
         return False
     account = Reader.within(connection).settled(job_id)

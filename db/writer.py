@@ -216,7 +216,8 @@ class Ledger:
 
     @property
     def behind(self) -> int:
-        """Number of journal records handed over and not written yet; a lower bound while they are read again."""
+        """Number of journal records that are queued and not written yet; a lower bound while the journal is being read
+        again."""
         with self._lock:
             return self._records.behind
 
@@ -277,7 +278,7 @@ class Ledger:
         reported: set[str] = set()
         while True:
             self._wake.wait()
-            self._pause_up_to(self._gather_s())  # let a batch gather, unless somebody waits for it
+            self._pause_up_to(self._gather_s())  # let a batch gather, unless a caller waits for it
             self._wake.clear()
             began = time.monotonic()
             try:

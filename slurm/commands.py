@@ -49,7 +49,7 @@ _NO_ANSWER = (
     "temporarily unable",
     "temporarily unavailable",
     "standby mode",
-    # From munge, or between clusters: the controller has not looked at who asks.
+    # From munge, or between clusters: the controller has not checked the caller's rights.
     "munge encode failed",
     "protocol authentication error",
     "invalid authentication credential",
@@ -105,7 +105,7 @@ class CommandLine:
         options = ["-h", "-N", "--all", "--noconvert", "-t", "drain", "-O", parse.NODE_FORMAT]
         views_by_name = parse.nodes(self._ask("slurm", "sinfo", *options))
         for view in views_by_name.values():
-            if view.unreadable:  # it is draining, but we cannot read on whose behalf
+            if view.unreadable:  # it is draining, but the reason and its author cannot be parsed
                 raise SlurmOutputError(view.unreadable)
         return {name: view for name, view in views_by_name.items() if view.draining}
 
@@ -118,7 +118,7 @@ class CommandLine:
             options = ["-h", "--all", "-t", "all", "-j", ",".join(some), "-O", parse.JOB_FORMAT]
             answer = self._call("squeue", *options)
             if answer.status != 0 and _UNKNOWN_JOB in answer.complaint.lower():
-                # Only when a single job is asked for; of several, unknown jobs are left out.
+                # squeue fails only if it is queried for a single unknown job; among several, it omits unknown jobs.
                 continue
             for ids, view, nodelist in parse.jobs(self._checked(answer, "slurm", "squeue")):
                 for job_id in ids.intersection(some):
@@ -203,7 +203,7 @@ class CommandLine:
             own = ["-nP", "show", "qos", f"name={preempted.qos}", "format=preemptmode"]
             qos_mode = parse.qos_mode(self._ask("slurm", "sacctmgr", *own))
             mode = mode if qos_mode == "cluster" else qos_mode
-        # Slurm holds a job that it has started this often.
+        # Slurm holds a job that it has started this many times.
         most = settings.get("MaxBatchRequeue", "")
         return "requeue" in mode.lower().split(",") and most.isdigit() and preempted.tries < int(most)
 

@@ -97,7 +97,7 @@ def associations(output: bytes) -> list[Association]:
         holder = f"user {user} in account {account}" if user else f"account {account}"
         limits = _limits(holder, _LIMITS_OF_ASSOCIATION, fields[len(_ASSOCIATION) :])
         if not user:
-            # An account's maxima apply to each of its users, whose own rows repeat them.
+            # An account's maxima apply to each of its users, and are repeated in the users' own rows.
             limits = tuple(limit for limit in limits if limit.per == "group")
         rows.append(Association(account=account, parent=parent, user=user, partition=partition, qos=qos, limits=limits))
     return rows

@@ -223,7 +223,7 @@ def _gres(text: str) -> tuple[Gres, ...]:
     resources = []
     for part in text.split(",") if text else ():
         if not part.startswith("gres"):
-            continue  # processors, memory and licences, which other fields report
+            continue  # processors, memory and licences: other fields report them
         match = _GRES.fullmatch(part)
         if match is None:
             raise unreadable("squeue", "generic resources", text)
@@ -346,7 +346,7 @@ def qos_mode(output: bytes) -> str:
 
 
 def expedited(output: bytes) -> bool:
-    """Decide whether a job has an expedited requeue, from `scontrol show job`."""
+    """Decide whether a job will be requeued at once (an expedited requeue), from `scontrol show job`."""
     return _EXPEDITED.search(decoded(output, "scontrol")) is not None
 
 

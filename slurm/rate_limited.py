@@ -74,7 +74,7 @@ class _Views(Generic[_View]):
     def get(self, names: Iterable[str], fresh_s: float, remember_s: float, urgent: bool = False) -> dict[str, _View]:
         wanted_names = list(dict.fromkeys(names))
         with self._lock:
-            # Read the clock after waiting for the lock: its previous holder may have asked for our names too.
+            # Read the clock after waiting for the lock: another thread may have queried these names meanwhile.
             now = self._clock()
             for name in wanted_names:
                 self._wanted[name] = now

@@ -44,8 +44,8 @@ class JobRows:
 
 @dataclass
 class Folder:
-    """Reads each row group once if jobs are asked for in the order of the files: the last row group of each table is
-    kept."""
+    """Reader of an export. If jobs are requested in the order of the files, each row group is read once, because the
+    last row group of each table is cached."""
 
     path: Path
     manifest: Manifest
@@ -132,7 +132,8 @@ class Folder:
 
 @dataclass(frozen=True)
 class FormerFolder:
-    """An older export: its manifest lists no files, it has no maintenance records, and a row group per job."""
+    """Reader of an older export: its manifest lists no files, it has no maintenance records, and each job has a row
+    group of its own."""
 
     path: Path
 

@@ -4,9 +4,9 @@
     jobs.parquet  plans.parquet  maintenance.parquet  ...
     iterations/month=2026-11/part-0.parquet  rank_reports/month=2026-11/part-0.parquet  ...
 
-A month is kept from an earlier export if its jobs have not changed since and its files are intact; the other months,
-and all tables that are not split, are written anew. Jobs are ordered by month, then by uuid, with all rows of a job
-together: a reader of one job reads a row group or two.
+The files of a month are taken over from an earlier export if the jobs of the month have not changed and its files are
+intact. The files of the other months, and of all tables that are not split by month, are written. Jobs are ordered by
+month, then by uuid, and all rows of a job are contiguous, so that a reader of one job reads one or two row groups.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class StatedSource(Source, Protocol):
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export. `written` and `kept`: months, oldest first, whose files were written anew, or taken over
-    from the earlier export."""
+    """Result of an export. `written`: months with files that were written; `kept`: months with files that were taken
+    over from the earlier export. Both are in order, oldest first."""
 
     manifest: Manifest
     written: tuple[str, ...]

@@ -81,7 +81,7 @@ def apply_as_event(session: Session, job: models.JobRow, record: journal.Record,
         return
     kind = type(record.entry).__name__
     text = stored_text(f"record {record.seq}: {kind} does not fit the ledger: {error}")
-    with suppress(ValueError):  # not a time: it happened after the record before it
+    with suppress(ValueError):  # not a time; last_entry_at then stays that of the previous record
         job.last_entry_at = moment(record.at)
     session.add(
         models.EventRow(job_id=job.id, seq=record.seq, at=job.last_entry_at, kind=f"Unprojected{kind}", text=text)

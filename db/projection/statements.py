@@ -23,7 +23,7 @@ def upsert(
     session.flush()
     for instance in session:
         if isinstance(instance, row):
-            session.expire(instance)  # a statement changes rows behind the session's back
+            session.expire(instance)  # the statement changes rows without the session's knowledge
     connection = session.connection()
     table = row.__table__
     assert isinstance(table, Table)

@@ -1,4 +1,4 @@
-"""The ledger's answers, as pandas frames for notebooks and as the rows that the commands print. Reads only.
+"""Queries of a ledger: pandas frames for notebooks, and the rows that commands print. Reads only.
 
     from resihp.ledger import queries
 
@@ -13,7 +13,7 @@
     queries.lemons(ledger)                      # nodes to distrust: outages observed and expected, and outliers
     queries.predictions(ledger, job)            # iteration times: observed, predicted, their ratio
     queries.promises(ledger, job)               # predicted and measured gain of each plan
-    queries.hosts(ledger, job)                  # what nodes consisted of over time, and changes; also of all jobs
+    queries.hosts(ledger, job)                  # hardware and software of hosts, and changes; also of all jobs
     queries.frame(ledger, "plans", job)         # any table of `resihp history`; filters as for `Reader.rows`
 
     by_node = queries.failures_by(ledger, "node", since=datetime.now(UTC) - timedelta(days=30))
@@ -216,7 +216,7 @@ def predictions(reader: Reader, job_id: int) -> pd.DataFrame:
 
 
 def workers(reader: Reader, job_id: int) -> pd.DataFrame:
-    """Return one row per process."""
+    """Return one row per worker process."""
     return frame(reader, "workers", job_id)
 
 

@@ -179,7 +179,7 @@ def _undrain(slurm: Slurm, node: str, user: str, uid: int) -> tuple[Step, bool]:
     try:
         remaining_problem = _remaining_obstacle(_view(slurm, node))
     except SlurmError:
-        remaining_problem = ""  # the node was undrained, whatever else keeps it out
+        remaining_problem = ""  # the node was undrained, even if another cause keeps Slurm from using it
     return _step("slurm", "done", f"node {node}: undrained, it had {view.reason!r}{remaining_problem}"), False
 
 

@@ -178,7 +178,7 @@ class Exclusions:
         content = msgspec.json.encode(_File(version=VERSION, cluster=self.cluster, nodes=items))
         temporary = self.path.with_name(f".{self.path.name}.new")  # one writer at a time has the lock
         with suppress(FileNotFoundError):
-            temporary.unlink()  # left by a process that was killed here, or planted to redirect our write
+            temporary.unlink()  # left by a killed process, or planted by another user to redirect the write
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
             file.write(msgspec.json.format(content, indent=2))

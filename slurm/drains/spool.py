@@ -76,7 +76,7 @@ def put(folder: Path, kind: Literal["drain", "undrain"], node: str, *, job_id: s
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             with os.fdopen(os.open(temporary, flags, 0o644, dir_fd=at), "wb") as file:
-                os.fchmod(file.fileno(), 0o644)  # regardless of our umask: the hook refuses files that others may write
+                os.fchmod(file.fileno(), 0o644)  # whatever the umask: the hook refuses files that others may write
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())

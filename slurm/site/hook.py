@@ -349,7 +349,7 @@ def parsed(content: bytes, name: str, uid: int, arrived_at: float) -> SpooledReq
         raise Refused("names no node")
     if not isinstance(text, str):
         raise Refused("has no reason")
-    # If another user puts somebody's request there again (a link, kept until then), one of these differs.
+    # If another user puts a user's old request there again (by a hard link to it), one of these differs.
     stem = name[: -len(".json")]
     if not _ID.fullmatch(stem) or fields.get("id") != stem:
         raise Refused("its name differs from its id")
@@ -592,7 +592,7 @@ class SiteHook:
             self._ask_jobs()
         requests, strays = self._spool.look(names, self._now)
         if self._options.all and requests:
-            # One host asks Slurm before it reads: files of users who hold nothing, however many, cost next to nothing.
+            # Slurm is queried before files are read: then files of users without nodes, however many, cost almost nothing.
             known_users = self._known_users()
             for uid in [uid for uid in requests if uid not in known_users]:
                 strays += requests.pop(uid)
@@ -700,7 +700,7 @@ class SiteHook:
             raise Refused(f"was not drained by this hook for them; it has {view.reason!r}")
         self._count(request)
         self._tell(lambda: self._slurm.undrain(node))
-        with suppress(ValueError):  # drained by another host's hook since we looked
+        with suppress(ValueError):  # drained by another host's hook in the meantime
             self._drained.remove(request.uid)
         return f"undrained node {node}, which had: {view.reason}"
 

@@ -321,7 +321,7 @@ def _status_of(error: Exception) -> int:
 
 
 class _NoJobError(Exception):
-    """The job's folder cannot be read."""
+    """The job's folder, or its run file, cannot be read on this node."""
 
 
 def _load(path: Path) -> RunRequest:

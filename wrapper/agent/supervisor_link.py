@@ -313,7 +313,7 @@ class LeaderLink:
                 try:
                     self._follower.obey(order)
                 except ProtocolError:
-                    self._forget()  # as if it had never come: the leader has to start from our actual copy
+                    self._forget()  # as if it had not arrived: the leader has to start from the agent's actual copy
                     raise
                 if self._conversation is not None:
                     self._conversation.acknowledge()

@@ -334,7 +334,7 @@ class Workers:
         killed, nor are its children; None for none.
         """
         for rank in [rank for rank, worker in self._workers.items() if not worker.pid]:
-            self._forget(rank)  # not forked yet; if it is by now, it ends with the fork server
+            self._forget(rank)  # not forked yet, as far as known; if it is, it ends with the fork server
         if grace_s < 0:
             self._signal_all(signal.SIGTERM)
         await self._until_idle(abs(grace_s))

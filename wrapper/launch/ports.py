@@ -90,7 +90,7 @@ class KeptPort:
             if family == socket.AF_INET6:
                 self._kept.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             self._kept.bind(("", 0))
-            # Set only now: with it, the kernel could give us a port that another process reserves in the same way.
+            # Set only after bind: otherwise the kernel could assign a port that another process reserves in this way.
             self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self.port = int(self._kept.getsockname()[1])
 

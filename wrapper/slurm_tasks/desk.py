@@ -129,7 +129,7 @@ class SlurmDesk:
         async with self._turn:
             while (work := self._agenda.due()) is not None:
                 self._doing = asyncio.ensure_future(self._do(work))
-                await asyncio.shield(self._doing)  # if we are cancelled, its follow-up work is still planned
+                await asyncio.shield(self._doing)  # if this task is cancelled, the follow-up work is still planned
         return self._agenda.pause_s(LOOK_EVERY_S)
 
     async def _do(self, work: Work) -> None:

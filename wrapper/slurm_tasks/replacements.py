@@ -177,7 +177,7 @@ class Replacements:
         request.state = "over"
         job = request.slurm_job or replacement.submitted(replacement.folder_of(self._folder, number))
         if job is None:
-            return Done()  # never submitted, as far as we know; an agent of it would be refused
+            return Done()  # never submitted, as far as known; an agent of it would be refused
         try:
             self._slurm.cancel(job)
         except SlurmUnavailableError as error:

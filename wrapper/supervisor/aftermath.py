@@ -40,7 +40,7 @@ longer."""
 def mark_dead(request: RunRequest, how: str, listener: socket.socket) -> int:
     """Record the end of a job whose supervisor died, unless the supervisor had recorded it; wait until the job's agents
     have exited, and kill those that remain. Return the job's exit code."""
-    listener.shutdown(socket.SHUT_RDWR)  # other processes may have it open, and nobody must wait there any more
+    listener.shutdown(socket.SHUT_RDWR)  # other processes may have it open, and clients must not wait there any more
     job = request.of_job
     finished = True
     with _warn_of_ledger(job):
@@ -104,7 +104,7 @@ def end_slurm_job(request: RunRequest, status: int) -> None:
     from slurm.errors import SlurmError, SlurmRefusedError
     from wrapper.slurm_tasks.requeue import dead_nodes, requeue, until_noticed
 
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it to all processes of the job, so to us
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it to all processes of the job, also to this one
     slurm, number = CommandLine(), request.slurm.job_id
     if status == REQUEUE_REQUESTED:
         if request.slurm.gpus:

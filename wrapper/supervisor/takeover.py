@@ -102,6 +102,6 @@ def inherit(copy: Path) -> Path:
     """Return the path of the journal for a supervisor on this node; if it does not exist yet, make it from the agent's
     copy."""
     journal = copy.with_suffix(".journal")
-    if not journal.exists():  # else a supervisor on this node has already continued it
+    if not journal.exists():  # otherwise a supervisor on this node has already continued it
         shutil.copyfile(copy, journal)
     return journal

@@ -1,50 +1,51 @@
-"""Where the time of a job went, in seconds and GPU-hours, from the rows of its ledger. Pure; reads nothing.
+"""How the time of a job was spent, in seconds and GPU-hours, from the rows of its ledger. Pure; reads nothing.
 
-A job *holds* its GPUs from its start to its end (now, while it runs; its last entry, if it is known to have died; one
-day after its last entry, if nobody has recorded its death). The time held is the sum of
+A job *holds* its GPUs from its start to its end. The end of a running job is now; that of a job known to have died is
+its last entry; that of a job with an unrecorded death is one day after its last entry. The time held is the sum of
 
 =============  ========================================================================================================
-`useful`       committed iterations, minus their parts counted as `slow`, `idle`, `capacity` and `rollback`
+`useful`       committed iterations, minus the parts of them that count as `slow`, `idle`, `capacity` and `rollback`
 `start`        from the job's start until the first committed iteration begins; all of it if none was committed
 `detect`       from a failure until it was noticed, both from the failure's row (`failed_at`, `noticed_at`); for several
                failures that one change of plan ended, from the first failure to the first notice
 `redo`         discarded work on the interrupted iteration: from the last commit to the failure. Zero if the iteration
-               counted, or none was under way
+               was committed, or if none was in progress
 `reconfigure`  from the notice to the first commit after it, minus the iterations committed meanwhile: park, plan,
-               groups, state. Until the end for a failure that was never recovered from
-`rollback`     the useful part of committed iterations that a later attempt of the same run committed again. Known only
-               once that attempt exists: a stored account keeps it apart (`RolledBack`), together with the iterations
-               concerned, and it is computed anew if these have changed
-`slow`         excess time of iterations while something slow was at work: a `fail-slow` failure, from its first slow
-               iteration to its end, except under plans that give it no work (`db.reading.plans.idle_epochs`). The
-               excess is the time, without `idle` and `capacity`, over the healthy time. The healthy time is the
-               detector's prediction for the plan and the workload, scaled by the ratio of actual to predicted time
-               while nothing was slow if that ratio is far from 1, as on a busy machine. Under a later plan, which has
-               already adapted to the slow device, it is the time per token of healthy iterations on as many devices,
-               if there are any
-`idle`         iterations' time on fewer devices than requested (`asked_devices`), multiplied by the share of requested
-               devices that exist but stand by: in it they would have done their part. They failed the start's probe,
-               are slow, or the plan has no stage for them
-`capacity`     the same for devices that are missing: dead, lost with their node, or never come. It is the cost of
-               waiting for nodes. For GPU-hours, both count only devices that are held: a node that was given back costs
-               time, but no GPU-hours
+               groups, state. Until the job's end for a failure without a recovery
+`rollback`     the useful part of committed iterations that a later attempt of the same run committed again. It is known
+               only once that attempt exists, so a stored account has it in a separate field (`RolledBack`), together
+               with the iterations concerned. It is computed again if these iterations have changed
+`slow`         excess time of iterations that were affected by a `fail-slow` failure: from the failure's first slow
+               iteration to its end, except under plans that give the slow component no work
+               (`db.reading.plans.idle_epochs`). The excess is the time, without `idle` and `capacity`, over the
+               healthy time. The healthy time is the detector's prediction for the plan and the workload. It is scaled
+               by the ratio of actual to predicted time while nothing was slow if that ratio is far from 1, as on a
+               busy machine. Under a later plan, which has already adapted to the slow device, the healthy time is the
+               time per token of healthy iterations on as many devices, if there are any
+`idle`         time of iterations on fewer devices than requested (`asked_devices`), multiplied by the share of
+               requested devices that exist but are on standby: in this time they would have done their share of the
+               work. They failed the probe at the start, are slow, or the plan has no stage for them
+`capacity`     the same for devices that are missing: dead, lost with their node, or not joined yet. It is the cost of
+               waiting for nodes. For GPU-hours, `idle` and `capacity` count only devices that are held: a node that
+               was given back costs time, but no GPU-hours
 `checkpoint`   pauses between a checkpointed iteration and the next one, beyond the usual pause
 `other`        the rest: the usual pauses between iterations, winding down after the last one, clock differences, and
                unrecorded time
 =============  ========================================================================================================
 
 *Wall time* begins with the first committed iteration (with the first plan if none is committed) and ends with the job;
-for a completed job, with its last commit. *Goodput* = committed iterations, minus `idle` and `capacity`, / wall time:
-the time that they would have taken in the requested layout with all its devices. It counts slow iterations, and those
-committed again, as work done. *ETTR* has the same numerator over the time held (Kokolis et al., "Revisiting reliability
-in large-scale ML clusters"). Spare nodes are not part of the layout: standing by is their purpose, and their hours are
-included in every line. *GPU-hours* are times multiplied by the devices held at that moment: the allocation's from the
-job's start, a lost node's until it is given back. *Useful share* = useful GPU-hours / GPU-hours held. *MTBF* is time
-held per root cause, or per root cause of hardware, both also as failures in 1,000 GPU-days held; *MTTR* is the mean
-time from the failure to the first commit after it, `detect` included.
+for a completed job, with its last commit. *Goodput* is the time of committed iterations, minus `idle` and `capacity`,
+over the wall time. Its numerator is the time that these iterations would have taken in the requested layout with all
+its devices. Slow iterations, and iterations that are committed again later, count as work done. *ETTR* has the same
+numerator over the time held (Kokolis et al., "Revisiting reliability in large-scale ML clusters"). Spare nodes are not
+part of the layout: their purpose is to stand by, and their hours are included in every line. *GPU-hours* are times
+multiplied by the devices held at that moment: those of the allocation from the job's start, those of a lost node until
+it is given back. *Useful share* is useful GPU-hours over GPU-hours held. *MTBF* is the time held per root cause, or per
+root cause of hardware; both are also given as failures in 1,000 GPU-days held. *MTTR* is the mean time from the failure
+to the first commit after it, `detect` included.
 
-`goodput` beside it defines the clock of commits, `iteration_shares` and `timeline` attribute the time on it, and
-`job_timeline` does so for a job.
+`goodput` defines the clock of commits, `iteration_shares` and `timeline` attribute the time on it, and `job_timeline`
+does so for a job.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Counting:
         late = np.maximum(passed_s - seconds, 0.0)
         if not same_plan:
             late[0] = 0.0
-        spare = np.concatenate(([self._spare_s], late))  # before each, and after the last, as if none were bunched
+        spare = np.concatenate(([self._spare_s], late))  # before each iteration and after the last
         for i in np.flatnonzero(passed_s < 0.5 * seconds):
             spare[i + 1] = spare[i] + passed_s[i] - min(seconds[i], passed_s[i] + spare[i])
         self._spare_s = float(spare[-1])

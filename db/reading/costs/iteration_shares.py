@@ -124,11 +124,11 @@ def work_by_iteration(
         max(float(excess.sum()), 0.0) / some if some > 0.0 else 0.0
     )  # some iterations were faster than the healthy time
     unused = _unused(job, clock, plans, devices_held)
-    idle, capacity = took * unused  # taken off first, so that goodput does not depend on verdicts of slowness
+    idle, capacity = took * unused  # subtracted first, so that goodput does not depend on verdicts of slowness
     slow *= 1.0 - unused.sum(axis=0)
     useful = np.maximum(took - slow - idle - capacity, 0.0)
     last = np.array(clock.iterations, dtype=np.int64)
-    former = np.concatenate((last[:1] - 1, last[:-1]))  # a row stands for all iterations since the row before
+    former = np.concatenate((last[:1] - 1, last[:-1]))  # a row represents all iterations since the previous row
     repeated = np.zeros(len(took))
     for low, high in again:
         repeated += np.maximum(np.minimum(last, high) - np.maximum(former, low - 1), 0)

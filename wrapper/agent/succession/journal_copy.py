@@ -87,7 +87,7 @@ def local_place(job: OurJob) -> Path:
     try:
         for folder in (place.parent, place):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if folder.lstat().st_uid != os.getuid():  # of a link, too: its owner could change its target
+            if folder.lstat().st_uid != os.getuid():  # also for a link: its owner could change the target
                 raise UsageError(f"{folder}: belongs to another user; set RESIHP_LOCAL to a folder of yours")
             check_folder(folder, "RESIHP_LOCAL")
     except OSError as error:

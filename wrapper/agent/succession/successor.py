@@ -42,7 +42,7 @@ class Successor:
     async def run(self) -> bool:
         """Start the supervisor, and watch it until it exits; return False if it cannot start on this node."""
         lock = lock_file(self._copy.with_suffix(".lock"))  # shows commands on this machine that the job has a leader
-        self._copy.with_suffix(".journal").unlink(missing_ok=True)  # of an earlier term: the copy has more records
+        self._copy.with_suffix(".journal").unlink(missing_ok=True)  # from an earlier term: the copy has more records
         try:
             for life in range(MAX_RESTARTS + 1):
                 status = await self._live(self._term + life)

@@ -234,11 +234,11 @@ class AgentLinks:
         ProtocolError if the agent is refused."""
         link = self._admit(channel, first, join)
         if link.channel is not None:
-            link.channel.abort()  # the agent has noticed its end before us
+            link.channel.abort()  # the agent has noticed the end of this connection first
         if join.term < self.lead.term:
-            # it does not follow us yet: its acknowledgements are of another leader's messages
+            # the agent does not follow this leader yet: its acknowledgements are of another leader's messages
             if link.conversation.received or link.conversation.acknowledged:
-                link.conversation = Conversation()  # else messages that wait for it are still to be sent
+                link.conversation = Conversation()  # otherwise messages that wait for the agent are still to be sent
             first = Envelope(message=join)
         link.pid, link.incarnation, link.channel, link.join = join.pid, join.incarnation, channel, join
         link.peer = m.Peer(node=join.node, host=channel.peer.rpartition(":")[0], port=join.peer_port)

@@ -122,13 +122,13 @@ class DecisionGate:
                 if not self._is_written:
                     return
                 if not isinstance(self._actions[0], api.Log | api.Say | api.Reply):
-                    self.flush()  # an order must not reach an agent before the record behind it
+                    self.flush()  # an order must not reach an agent before the record of its decision
                 if not self._may_act:
                     self.flush()
                     self._held_since = self._held_since or self._clock()
                     return
                 self._held_since = None
-                if not self._links.lead.settled:  # from now on, agents whose copies are ahead of ours follow, too
+                if not self._links.lead.settled:  # from now on, agents with copies ahead of this journal follow, too
                     self._links.lead = msgspec.structs.replace(self._links.lead, settled=True)
                 self._carry_out(self._actions.popleft())
         finally:

@@ -146,7 +146,7 @@ class Replication:
         has = self._journal.common(log)
         copy = self._copies[node] = _Copy(has=has, sent=has)
         self._lacking = 0
-        if log > has and has == self._flushed:  # its further records were never decided
+        if log > has and has == self._flushed:  # the copy's further records were never decided
             self._post(node, _encoded(has, []))
         self._send(node, copy)
 

@@ -77,7 +77,7 @@ class Thinker:
             if self._starts == MAX_STARTS:
                 return None
             self._starts += 1
-            # its stderr is ours: a file in the job's folder may hang, and block everything
+            # it inherits this process's stderr: a file in the job's folder may hang, and block everything
             self._child = await start(self._command, os.environ | SINGLE_CORE_ENVIRONMENT)
         self._child.writer.write(frame(question))
         await self._child.writer.drain()

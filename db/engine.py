@@ -122,8 +122,8 @@ def is_on_network(url: URL) -> bool:
 
 
 def make_engine(url: URL, *, write: bool, migrate: bool = False) -> Engine:
-    """Return an engine. On SQLite, too, its transactions begin at once (those of pysqlite begin too late for
-    migrations).
+    """Return an engine with transactions that begin at once, also on SQLite, where pysqlite's own transactions begin
+    too late for migrations.
 
     Opens nothing yet. Writers acquire SQLite's lock when a transaction begins, so that the transaction cannot fail
     half-way. Writers wait up to `BUSY_TIMEOUT_S` for a lock, and readers as long for a connection to a full server;

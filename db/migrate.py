@@ -233,12 +233,12 @@ def is_older(version: str) -> bool:
 
 
 def is_too_old(version: str) -> bool:
-    """Decide whether this schema version is that of a development version, older than the first migration."""
+    """Decide whether this schema version was made by a development version of resihp, before the first migration."""
     return len(version) == len(head()) and version.isdecimal() and version < _revisions()[-1]
 
 
 def refuse_too_old(version: str, subject: str) -> None:
-    """Raise LedgerError if the schema of `subject`, a ledger or an export, is that of a development version."""
+    """Raise LedgerError if a development version of resihp made the schema of `subject`, a ledger or an export."""
     if is_too_old(version):
         raise LedgerError(
             f"{subject}: its schema {version} was made by a development version before 0.1.0 and cannot be upgraded; "

@@ -586,10 +586,11 @@ class SuspicionRow(LedgerTable):
 
 
 class ProbeRow(LedgerTable):
-    """A measurement of a device, or of the link between the ranks `rank` and `peer`, the latter on `peer_node`.
+    """A measurement of the device of `rank` on `node`, or of the link between this rank and the rank `peer` on
+    `peer_node`.
 
     `speed`: share of the speed of comparable devices or links, null if there was nothing to compare with. `flops` and
-    `memory_bytes`: the device's own measured figures, per second. `hardware`: the maker's name of the device.
+    `memory_bytes`: measured figures of the device, per second. `hardware`: the maker's name of the device.
     """
 
     __tablename__ = "probes"

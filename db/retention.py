@@ -141,7 +141,8 @@ def _is_not_nth(iteration: Any, keep_every: int | None) -> ColumnElement[bool]:
 
 
 def _kept_iterations(job_id: int) -> Select[Any]:
-    """Select the iterations to keep: the first, the last, those of failures and plans, and those just before them."""
+    """Select the iterations to keep: the first, the last, the iterations of failures and changes of plan, and the ones
+    just before these."""
     parts: list[Select[Any]] = []
     for column in (FailureRow.iteration, FailureRow.ended_iteration, PlanRow.next_iteration):
         of_job = column.class_.job_id == job_id

@@ -106,9 +106,9 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of a job's request to Slurm that describe its nodes. Empty strings mean not specified.
 
     `exclusive`: how whole nodes are allocated: `node`, or per `user`, `mcs` label or `topo` segment; empty if nodes are
-    not allocated whole. `gres` are per node; `gres_in_total` are for the job, its tasks or its sockets. `memory_mb` is
-    one node's share; 0 if no limit was set, if all memory was requested, or if `memory_per_gpu_mb` was requested
-    instead. `licenses` are those of the whole job.
+    not allocated whole. `gres`: generic resources per node; `gres_in_total`: those requested for the job, its tasks or
+    its sockets. `memory_mb`: one node's share; 0 if no limit was set, if all memory was requested, or if
+    `memory_per_gpu_mb` was requested instead. `licenses`: licenses of the whole job.
     """
 
     partition: str = ""

@@ -46,7 +46,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Association(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of `sacctmgr show assoc`: that of an account (`user` is empty), or of a user in an account."""
+    """One row of `sacctmgr show assoc`, about an account (`user` is empty), or about a user in an account."""
 
     account: str
     parent: str

@@ -52,7 +52,7 @@ PREEMPTION_FORMAT = format_of(_PREEMPTION_FIELDS)
 
 _NODE_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252}[A-Za-z0-9_])?", re.ASCII)
 JOB_ID = re.compile(r"[0-9]{1,10}(?:[_+][0-9]{1,10})?", re.ASCII)
-"""A job's number. `_` precedes the index of an array element, `+` that of a component of a heterogeneous job."""
+"""A job's number. `_` precedes the index of an array element, `+` the number of a component of a heterogeneous job."""
 _BLANKS = re.compile(r"\s*,\s*")
 NODE_LIST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._,\[\]-]*[A-Za-z0-9_\]])?", re.ASCII)
 
@@ -346,7 +346,7 @@ def qos_mode(output: bytes) -> str:
 
 
 def expedited(output: bytes) -> bool:
-    """Decide whether a job will be requeued at once (an expedited requeue), from `scontrol show job`."""
+    """Decide whether a job was submitted with the option of an expedited requeue, from `scontrol show job`."""
     return _EXPEDITED.search(decoded(output, "scontrol")) is not None
 
 

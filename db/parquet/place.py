@@ -1,4 +1,4 @@
-"""The folder of an export: a new folder, or that of an earlier export, and no other folder.
+"""The folder of an export: a new folder, or the folder of an earlier export; any other folder is refused.
 
 An export is built beside its place, under a name that begins with a dot, and then moved into place as a whole. An
 earlier export is moved aside first and removed afterwards, so that readers never find a mixture of two exports.

@@ -39,7 +39,7 @@ By = Literal[
     "month",
 ]
 GROUPS: tuple[By, ...] = get_args(By)
-"""`version` is that of resihp; `hardware`: whether hardware is the cause; a `week` is named by its Monday."""
+"""`version`: of resihp; `hardware`: whether hardware is the cause; a `week` is named by its Monday."""
 GROUP_COLUMNS = {"job": "uuid", "account": "slurm_account"} | {
     name: name for name in ("owner", "partition", "cluster", "version", "torch")
 }
@@ -190,7 +190,7 @@ class NodeRecord:
         self.kinds: dict[str, dict[str, int]] = {}
 
     def read(self, reader: Reader, since: datetime, injected: bool) -> None:
-        """Add a ledger's verdicts and service times since `since`; with `injected`, also those of injected faults."""
+        """Add a ledger's verdicts and service times since `since`. `injected`: also add verdicts on injected faults."""
         with no_collection():
             self._read(reader, since, injected)
 

@@ -172,8 +172,8 @@ def placed(rows: Iterable[Row]) -> list[Row]:
 
 def stays(reader: Reader, job_id: int | None = None, node: str | None = None) -> list[Row]:
     """Return stays for `told_changes`: all stays on the hosts of a job, on the hosts of a node name, or all stays. With
-    `job_id`, nodes and hosts have the job's own names; otherwise those of `Reader.node_name`. Column `host_name` always
-    has the latter."""
+    `job_id`, nodes and hosts have the job's own names; otherwise they have names as in `Reader.node_name`. Column
+    `host_name` always has a name as in `Reader.node_name`."""
     served, jobs, devices = MembershipRow.__table__.c, JobRow.__table__.c, DeviceRow.__table__.c
     host_name = reader.node_name(served.host, served.job_id)
     query = select(jobs.name.label("job"), *served, host_name.label("host_name")).join(JobRow, jobs.id == served.job_id)

@@ -238,7 +238,7 @@ def failures_by(reader: Reader, by: By, job_id: int | None = None, **filters: da
 
 
 def priced(view: str, price: float | None) -> tuple[str, ...]:
-    """Return the columns of a view of costs; with the price of a GPU-hour, including those of money."""
+    """Return the columns of a view of costs; if the price of a GPU-hour is given, including the columns with money."""
     money = ("money",) if view == "cost" else ("money", "failure_money")
     return COLUMNS[view] if price is None else (*COLUMNS[view], *money)
 

@@ -207,8 +207,8 @@ class Reader:
         return sorted({*here, *self.other_clusters})
 
     def node_name(self, node: ColumnElement[Any], job: ColumnElement[int]) -> ColumnElement[Any]:
-        """Return the name of a node or host among those of all jobs: `node`, or `cluster/node` if the ledger has jobs
-        of several clusters, which may use equal names. `job`: the column with the `job_id`."""
+        """Return the name by which a node or host is unique among all jobs: `node`, or `cluster/node` if the ledger has
+        jobs of several clusters, which may use equal names. `job`: the column with the `job_id`."""
         return naming.node_name(self.clusters(), node, job)
 
     def is_asked(self, wanted: str, node: ColumnElement[Any], job: ColumnElement[int]) -> ColumnElement[bool]:
@@ -385,8 +385,8 @@ class Reader:
         return build(again)
 
     def timelines(self, jobs: Sequence[Row], now: datetime | None = None) -> Iterator[Callable[[Again], HeldTime]]:
-        """Yield functions that compute the timelines of many jobs, in order of `jobs`. Rows are read once, those of
-        small tables for `JOBS_AT_ONCE` jobs at a time."""
+        """Yield, for each of `jobs` in order, a function that computes the job's timeline. Rows are read once, and rows
+        of small tables for `JOBS_AT_ONCE` jobs at a time."""
         return accounts.timelines(self, jobs, now)
 
     def settled(self, job_id: int) -> str:
@@ -395,7 +395,7 @@ class Reader:
         return accounts.settled(self, job_id)
 
     def unsettled(self, run: str | None = None) -> list[Row]:
-        """Return the jobs that are over, of a run or of all runs, and whose row lacks the cost account, or the
+        """Return the jobs that are over, of a run or of all runs, and that lack in their row the cost account, or the
         iterations that later attempts committed again: `id`, `uuid`, `run`, `written_by`."""
         return accounts.unsettled(self, run)
 

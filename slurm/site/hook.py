@@ -51,8 +51,8 @@ REPORTED_PER_RUN = 100
 FOLDERS_REPORTED = 100
 MAX_FOLDERS = 1_000
 SKEW_S = 600.0
-"""Largest permitted difference between the time in a request and that of its file. It is exceeded by a copy of an old
-request."""
+"""Largest permitted difference between the time stated in a request and the time of its file. A copy of an old request
+exceeds it."""
 STRAY_S = 600.0
 SLURM_TIMEOUT_S = 20.0
 WORK_LIMIT_S = 30.0
@@ -592,7 +592,7 @@ class SiteHook:
             self._ask_jobs()
         requests, strays = self._spool.look(names, self._now)
         if self._options.all and requests:
-            # Slurm is queried before files are read: then files of users without nodes, however many, cost almost nothing.
+            # Slurm is queried before files are read, so that files of users without nodes cost almost nothing.
             known_users = self._known_users()
             for uid in [uid for uid in requests if uid not in known_users]:
                 strays += requests.pop(uid)

@@ -132,8 +132,8 @@ def _visible(gpus: Sequence[_Gpu], environment: Mapping[str, str]) -> list[_Gpu]
 
 
 def _of_step(gpus: Sequence[_Gpu], step: str) -> list[_Gpu]:
-    """Return the GPUs of a Slurm step; empty if the step's numbers may be those of device files as well as those of PCI
-    addresses, which depends on the site."""
+    """Return the GPUs of a Slurm step; empty if it is unclear, as it depends on the site, whether the step numbers its
+    GPUs by device file or by PCI address."""
     numbers = [_index(text) for text in step.split(",")]
     given = sorted(number for number in numbers if number is not None and number < len(gpus))
     if len(given) < len(numbers) or any(gpus[number].minor != number for number in given):

@@ -165,8 +165,8 @@ class Agent:
             self._workers.network = network_of(own_host)
 
     async def _start_workers(self) -> None:
-        """Start the fork server once there are workers to start. Not earlier, because the fork server's imports would
-        delay the start of the agents."""
+        """Start the fork server once there are workers to start, which is after all agents have joined: its imports
+        take longer than the whole start of an agent, and would delay it."""
         await self._needed.wait()
         await self._workers.start()
 

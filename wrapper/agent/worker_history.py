@@ -44,7 +44,7 @@ class WorkerRecord:
         self._parts: deque[bytes] = deque(maxlen=MAX_PARTS)
 
     def add_report(self, label: Label, body: bytes) -> None:
-        """Add a report of the worker, and drop an earlier report of the same kind."""
+        """Add a report of the worker. Of most kinds, only the last report is kept."""
         if label.type == m.Stepped.__name__:
             if label.outcome is not None:
                 self._steps.append((label.outcome.iteration, body))

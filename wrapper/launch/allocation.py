@@ -30,7 +30,8 @@ SLURM_FALLBACK = "/tmp"
 
 
 class Allocation(msgspec.Struct, frozen=True, kw_only=True):
-    """Nodes of one Slurm job. Each count is that of the node with the fewest; None if Slurm does not report it."""
+    """Nodes of one Slurm job. Counts are those of the node with the fewest CPUs or GPUs; None if Slurm does not report
+    them."""
 
     job_id: str
     """Name of the job in Slurm and in resihp: a number, or `12_3` for an array element."""

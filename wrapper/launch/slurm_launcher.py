@@ -280,8 +280,8 @@ _FAILED = re.compile(rf"srun: error: {_TASKS} launch failed: (?P<reason>.*)")
 _HARMLESS = ("lacks support for cpu binding", "srun: Force Terminated", "Node failure on", "STEP ", "JOB ")
 """Parts of Slurm's messages about nodes and about the end of the step, which are known from other sources."""
 _SIGNALS = {signal.strsignal(number): int(number) for number in signal.Signals} | {"Out Of Memory": int(signal.SIGKILL)}
-"""Signal numbers by the names that srun prints; the last name is that of a task which the kernel killed for its memory
-limit."""
+"""Signal numbers by the names that srun prints; srun prints the last name for a task which the kernel killed for its
+memory limit."""
 
 
 class Messages:

@@ -29,7 +29,7 @@ def own(cluster: str) -> Exclusions | None:
 
 
 def lists(cluster: str, here: Path | None = None) -> list[Exclusions]:
-    """Return the existing lists: that of this home (or of `here`), the user's own, and those of the user's other
+    """Return the existing exclusion lists: of this home (or of `here`), the user's own list, and of the user's other
     homes."""
     return [exclusion_list for root in _roots(here) if (exclusion_list := Exclusions(root, cluster)).path.exists()]
 

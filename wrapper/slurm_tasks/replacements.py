@@ -189,7 +189,7 @@ class Replacements:
         return Done()
 
     def _wanted(self, request: PendingReplacement) -> ReplacementJob:
-        """Return a request for one node like those of the main job, for the job's remaining time. Raises SlurmError."""
+        """Return a request for one node like the main job's nodes, for the job's remaining time. Raises SlurmError."""
         main, run = self._main, self._request
         seconds, wait_s = self._seconds_left()
         command = (

@@ -106,7 +106,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     useful_gpu_hours: float = 0.0
     hardware_failures: int = 0
     repairs: int = 0
-    """Number of failures that ended with a recovery; `mttr_s` is the mean time of these recoveries."""
+    """Number of failures that ended with a recovery; `mttr_s` is the mean time of the recoveries."""
     in_proportion: int = 0
     """Number of jobs of which only a part was counted, with causes in proportion to the wall time, because their rows
     were thinned."""

@@ -1,7 +1,7 @@
 """Costs of many jobs: how much of their time each cause took, by job, owner, account, partition, cluster or period.
 
-Decides which part of a job's time belongs to a period; the definitions are those of `cost_accounts`. Reads only. Called
-by `history`, `report` and `db.reading.queries`.
+Decides which part of a job's time belongs to a period; `cost_accounts` defines the causes. Reads only. Called by
+`history`, `report` and `db.reading.queries`.
 """
 
 from __future__ import annotations

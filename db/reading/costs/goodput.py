@@ -38,8 +38,9 @@ def devices_of(nodes: int, gpus_per_node: int, configuration: object) -> int:
 
 
 class Interruption(msgspec.Struct, frozen=True, kw_only=True):
-    """Time lost between two commits to failures or to a change of plan. `iteration`: the first iteration after it, None
-    if there was none. `epoch`: that of the reconfiguration, None without a recovery."""
+    """Time lost between two commits to failures or to a change of plan. `iteration`: the first iteration after the
+    interruption, None if there was none. `epoch`: epoch of the reconfiguration that ended the interruption, None
+    without a recovery."""
 
     kind: str
     """Kind of the first failure, or `reconfiguration`."""

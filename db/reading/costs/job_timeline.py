@@ -1,7 +1,7 @@
 """The timeline of a job from its rows: how each moment of the time held was spent. Pure; reads nothing.
 
-Decides which rows count at which moment, and when the stored account is used in place of rows that were thinned; the
-definitions are those of `cost_accounts`. Called by `accounts`.
+Decides which rows count at which moment, and when the stored account is used in place of rows that were thinned;
+`cost_accounts` defines the causes. Called by `accounts`.
 """
 
 from __future__ import annotations

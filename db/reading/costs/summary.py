@@ -1,6 +1,6 @@
 """A job's main figures, as `resihp status` shows them, from its rows. Pure; reads nothing.
 
-Decides nothing: the definitions are those of `cost_accounts`. Called by `accounts`.
+Decides nothing: `cost_accounts` defines the figures. Called by `accounts`.
 """
 
 from __future__ import annotations

@@ -86,8 +86,9 @@ class HeldTime:
 
 
 def held_devices(job: Row, nodes: Sequence[Row], held_s: float) -> HeldDevices:
-    """Return the devices that the job held: those of its allocation from the job's start, whether their agents joined
-    or not; those of a replacement from its joining; each until the node, lost or not, was given back."""
+    """Return the devices that the job held over time. A device of the job's allocation counts from the job's start,
+    whether or not its agent joined; a device of a replacement counts from its joining. Each counts until its node, lost
+    or not, was given back."""
     joined = [row for row in nodes if row["joined_at"] is not None and row["devices"] > 0]
     joined.sort(key=lambda row: (row.get("replacement") is not None, row["joined_at"]))
     absent = [row for row in nodes if (row["joined_at"] is None or row["devices"] <= 0) and not row.get("replacement")]

@@ -27,7 +27,7 @@ The detector itself corrects smaller differences."""
 MIN_CAUSE_SHARE = 0.5
 """Causes are named as the cause only if they explain at least this share of the excess."""
 WHOLE_ITERATION_COMPONENTS = ("collective", "reduction", "data", "job")
-"""Components with a speed that is that of whole iterations."""
+"""Components that slow whole iterations: their speed is the speed of the iteration."""
 
 Measure = Literal["predicted", "usual"]
 
@@ -159,7 +159,7 @@ def _is_unaffected(candidate: Row, failures: Sequence[Row]) -> bool:
 
 
 def _of_same_shape(candidates: Sequence[Row], row: Row, plans: Sequence[Row]) -> list[Row]:
-    """Return the iterations under plans with the same layout as that of `row`."""
+    """Return the iterations under plans with the same layout as the plan of `row`."""
     shapes = {plan["epoch"]: plan["description"] for plan in plans}
     shape = shapes.get(row["epoch"], row["epoch"])
     return [candidate for candidate in candidates if shapes.get(candidate["epoch"], candidate["epoch"]) == shape]

@@ -23,8 +23,8 @@ def newest_iterations(
     since: datetime | None = None,
     until: datetime | None = None,
 ) -> list[Row]:
-    """Return the `last` committed iterations of all jobs, or of a `user`'s jobs, in order of time. The rows are those
-    of `Reader.rows` for all jobs.
+    """Return the `last` committed iterations of all jobs, or of a `user`'s jobs, in order of time, as rows of
+    `Reader.rows` for all jobs.
 
     Reads job by job, newest first, until the remaining jobs had all ended earlier. Raises UsageError if `last` is not
     positive.

@@ -47,8 +47,9 @@ def saved(job: Row, plans: Sequence[Row], nodes: Mapping[int, str], iterations: 
     devices.
 
     Columns: `decisions`: number of changes of plan that were repeated; `untold`: number of changes with inputs that the
-    ledger lacks; `iterations` and `measured_seconds` under the plans of the former; `saved_seconds` of these, and
-    `saved_gpu_hours` of all devices of the job; `spare_gpu_hours`: those of the spare node over `held_s`.
+    ledger lacks; `iterations` and `measured_seconds`: iterations, and their time, under the plans of the repeated
+    changes; `saved_seconds`: the saved part of `measured_seconds`; `saved_gpu_hours`: `saved_seconds` on all devices of
+    the job; `spare_gpu_hours`: GPU-hours of the spare node over `held_s`.
     """
     seconds: dict[int, list[tuple[int, float]]] = {}
     former = None
@@ -129,7 +130,7 @@ def _with_one_more(now: Situation, base: Layout, devices: int) -> Situation:
 
 def _replanned_seconds(situation: Situation, enough: float) -> float:
     """Return the iteration time, in seconds or layer times, of the plan that the planner would have decided without a
-    search. The planner stops at its first candidate if its time is at most `enough`."""
+    search; or of the planner's first candidate, if that time is at most `enough`."""
     from resihp.scheduler.planner import decide
 
     return decide(situation, search=False, enough=enough).seconds

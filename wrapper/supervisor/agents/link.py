@@ -24,7 +24,7 @@ class AgentLink:
     channel: SecureChannel[Any] | None = None
     pid: int = 0
     incarnation: str = ""
-    """Incarnation of the only agent that is accepted for this node; empty until an agent has joined."""
+    """Incarnation of the only agent that is accepted for this node; empty while it is unknown."""
     join: m.Join | None = None
     """The `Join` message of the current connection, or of the last one if there is no connection."""
     peer: m.Peer | None = None

@@ -105,8 +105,8 @@ class Replication:
         self._owed: deque[tuple[int, tuple[tuple[frozenset[str], str], ...]]] = deque()
         """(record number, electorates) of decisions that no quorum is known to have, oldest first."""
         self._lacking = 0
-        """Lower bound on the number of acknowledgements that the oldest such decision still needs. With thousands of
-        agents it would be too expensive to count all acknowledgements whenever one arrives."""
+        """Lower bound on the number of acknowledgements that the oldest decision in `_owed` still needs. With thousands
+        of agents it would be too expensive to count all acknowledgements whenever one arrives."""
         self._flushed = journal.written
         self._pieces: dict[int, _Piece] = {}
         """The most recently sent pieces, by the number of the record before each: many agents lack the same records."""

@@ -1,18 +1,18 @@
-"""The ledger: tables that record the history of jobs, written in the background and read afterwards.
+"""The ledger: tables that record the history of jobs, written in the background and read later.
 
 =================================  ============================================================================
 `models`, `engine`, `migrate`      tables, supported databases, versions of the schema
 `url_passwords`                    masks passwords in ledger URLs, and hides them from the process list
-`projection`, `layouts`            entries of a journal as rows
+`projection`, `layouts`            rows that follow from the entries of a journal
 `writer`, `writing`, `telemetry`   the only writer of a job's ledger
-`exchange`, `parquet`              copies jobs, and maintenance records, from one ledger into another
+`exchange`, `parquet`              copy jobs, and maintenance records, from one ledger to another
 `retention`                        how long rows of iterations are kept
-`reading`                          questions to a ledger
+`reading`                          queries of a ledger
 =================================  ============================================================================
 
 A ledger decides nothing: a job continues without it, and the journal is the authority. Notebooks use `from
-resihp.ledger import queries` (`db.reading.queries`), which works even beside a db.py of the user's; `from db import
-queries` is the same where there is no such file.
+resihp.ledger import queries` (`db.reading.queries`), which works even beside a user's own file db.py; `from db import
+queries` is equivalent where no such file exists.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""SQLAlchemy engines for ledger URLs: decides which databases are supported and how each one is opened.
+"""SQLAlchemy engines for ledger URLs: decides which databases are supported, and how each one is opened.
 
-Used by the writer, the migrations and the queries. Every refusal is a LedgerError of one line that names the URL, its
-password masked, and the next step.
+Used by the writer, the migrations and the queries. Every failure is a LedgerError of one line that contains the URL,
+with its password masked, and the next step.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from resihp.errors import LedgerError
 LEDGER_FILE = "ledger.db"
 BUSY_TIMEOUT_S = 5.0
 FULL_PAUSE_S = 0.1
-"""Seconds between attempts to connect to a server that is full. Short, since readers are few and a free slot is soon
-taken."""
+"""Seconds between attempts to connect to a server that has no free connection. Short, because there are few readers and
+a free connection is soon taken."""
 SERVER_SILENCE_S = 30.0
 MIGRATION_LOCK_S = 3.0
-"""Seconds for which a schema change waits for a server's table lock at a time; later queries on the table wait as
-long."""
+"""Seconds for which one attempt to change the schema waits for a server's table lock. Later queries of the table wait
+behind this attempt."""
 URL_EXAMPLES = "use sqlite:///PATH or postgresql+psycopg://USER@HOST/DATABASE"
 
 
 def default_url(job_folder: Path) -> str:
-    """Return the ledger of a job that names none: SQLite in the job's folder."""
+    """Return the ledger's URL for a job that configures none: SQLite in the job's folder."""
     return f"sqlite:///{job_folder.absolute() / LEDGER_FILE}"
 
 
 def masked(url: str | URL) -> str:
-    """Return `url` for messages: without its password, wherever in the URL it is."""
+    """Return `url` for messages: with its password masked, wherever in the URL the password is."""
     return url_passwords.masked(url if isinstance(url, str) else url.render_as_string(hide_password=True))
 
 
@@ -66,15 +66,13 @@ PARAMETERS_IN_FILES = frozenset(
     sslnegotiation sslsni target_session_attrs tcp_user_timeout user
     """.split()  # noqa: SIM905 - one word per line would fill a page
 )
-"""Connection parameters that a URL stored in a file may set, by libpq's names. Not `hostaddr`, `passfile` and
-`service`, which send a password to a host other than the one it is kept for; not `options`; not `sslkey`."""
+"""Connection parameters that a URL stored in a file may set, by libpq's names. Excluded are `hostaddr`, `passfile` and
+`service`, which can send a password to another host than intended, as well as `options` and `sslkey`."""
 
 
 def check_stored(url: str, source: Path) -> str:
-    """Return a ledger URL read from the file `source`, unless it sets a parameter that only the user may set.
-
-    Raises LedgerError that names the parameter and how to set it.
-    """
+    """Return `url`, a ledger URL that was read from the file `source`. Raises LedgerError if it sets a connection
+    parameter that is accepted only on the command line."""
     parsed = resolve(url)
     allowed: frozenset[str] = frozenset() if file_of(parsed) is not None else PARAMETERS_IN_FILES
     for name in parsed.query:
@@ -87,8 +85,8 @@ def check_stored(url: str, source: Path) -> str:
 
 
 def resolve(url: str, job_folder: Path | None = None) -> URL:
-    """Return `url` resolved to an absolute one; `sqlite` alone is the job's own ledger. Raises LedgerError for an
-    unsupported database."""
+    """Return `url` as a complete, absolute URL; `sqlite` alone means the ledger in the job's folder. Raises LedgerError
+    for an unsupported database."""
     if url == "sqlite":
         if job_folder is None:
             raise LedgerError(f"ledger sqlite: names no file; {URL_EXAMPLES}")
@@ -114,7 +112,7 @@ def resolve(url: str, job_folder: Path | None = None) -> URL:
 
 
 def file_of(url: URL) -> Path | None:
-    """Return SQLite's file; None for a server."""
+    """Return the file of a SQLite URL; None for a server."""
     return Path(url.database) if url.get_backend_name() == "sqlite" and url.database else None
 
 
@@ -124,14 +122,16 @@ def is_on_network(url: URL) -> bool:
 
 
 def make_engine(url: URL, *, write: bool, migrate: bool = False) -> Engine:
-    """Return an engine whose transactions are real ones on SQLite too (pysqlite's own begin too late for migrations).
+    """Return an engine with transactions that begin at once, also on SQLite, where pysqlite's own transactions begin
+    too late for migrations.
 
-    Opens nothing yet. Writers take SQLite's lock when a transaction begins, so that it cannot fail half-way. They wait
-    for a lock of either database for `BUSY_TIMEOUT_S`, and so do readers for a connection to a full server; migrations
-    of PostgreSQL wait for `MIGRATION_LOCK_S`. A connection to a server is closed after each use, since a server has
-    about a hundred for hundreds of jobs. A server that vanishes silently is given up after `SILENCE_S`. With `migrate`,
-    SQLite does not enforce foreign keys, so that tables can be recreated (sqlite.org, "Making Other Kinds Of Table
-    Schema Changes"); the migration checks them before it commits. Raises LedgerError if the driver is not installed.
+    Opens nothing yet. Writers acquire SQLite's lock when a transaction begins, so that the transaction cannot fail
+    half-way. Writers wait up to `BUSY_TIMEOUT_S` for a lock, and readers as long for a connection to a full server;
+    migrations of PostgreSQL wait up to `MIGRATION_LOCK_S` for a lock. A connection to a server is closed after each
+    use, because a server has about a hundred connections for hundreds of jobs. With `migrate`, SQLite does not enforce
+    foreign keys, so that tables can be recreated (sqlite.org, "Making Other Kinds Of Table Schema Changes"); the
+    migration checks the foreign keys before it commits. A connection to a server that vanishes silently fails after
+    `SERVER_SILENCE_S`. Raises LedgerError if the database's driver is not installed.
     """
     if url.get_backend_name() == "sqlite":
         file = file_of(url)
@@ -177,7 +177,7 @@ def make_engine(url: URL, *, write: bool, migrate: bool = False) -> Engine:
 
 
 class _SqliteCursor(sqlite3.Cursor):
-    """Cursor that reports a file with an undecodable schema as SQLite reports other damaged files."""
+    """Cursor that reports an undecodable schema as SQLite reports other damage of a file."""
 
     def execute(self, *arguments: Any) -> _SqliteCursor:
         try:
@@ -198,10 +198,10 @@ SQLITE_ARGUMENTS: dict[str, Any] = {"timeout": BUSY_TIMEOUT_S, "factory": _Sqlit
 
 
 def _reading_engine(url: URL, file: Path) -> Engine:
-    """Return an engine that reads a SQLite file, creates none, and rolls back no journal.
+    """Return an engine that reads a SQLite file; it creates no file and rolls back no journal.
 
-    A file that another user can have written, or put a file beside, is read from a private copy, taken when the engine
-    first connects. Our own file that a group may write is opened read-only in place.
+    A file that another user may have written, or may have put a file beside, is read from a private copy, which is made
+    when the engine first connects. A file of this user that a group may write is opened read-only in place.
     """
     if is_ours(file):
         return create_engine(url, creator=lambda: _connect_file(file, _read_mode(file)))
@@ -234,9 +234,9 @@ def _connect_file(file: Path, how: str) -> sqlite3.Connection:
 
 
 def _connect_read_only(file: Path) -> sqlite3.Connection | None:
-    """Connect to our own file that a group can write; return None if our writer died in the middle of a change.
+    """Connect to a file of this user that a group may write. Return None if its writer died in the middle of a change.
 
-    SQLite rolls back no journal on a read-only connection, regardless of the journal's owner, and reports that.
+    On a read-only connection, SQLite never rolls back a journal, whoever owns it; it reports that a rollback is needed.
     """
     connection = _connect_file(file, "mode=ro&immutable=1" if is_quiet_wal(file) else "mode=ro")
     try:
@@ -250,11 +250,11 @@ def _connect_read_only(file: Path) -> sqlite3.Connection | None:
 
 
 def _read_mode(file: Path) -> str:
-    """Return SQLite's open mode for our own file; it never creates one.
+    """Return SQLite's open mode for an existing file of this user.
 
-    SQLite undoes a change that its writer left half-done; in WAL mode it also creates files beside the ledger and
-    removes them again. Where the folder is read-only, as in a snapshot, it must be told that nobody writes: that holds
-    when there is no WAL.
+    SQLite rolls back a change that its writer left unfinished. In WAL mode, it also creates files beside the ledger and
+    removes them again. If the folder is read-only, as in a snapshot, SQLite must be told that no process writes the
+    file, which is certain only if there is no WAL.
     """
     if os.access(file.parent, os.W_OK):
         return "mode=rw"
@@ -262,8 +262,8 @@ def _read_mode(file: Path) -> str:
 
 
 def _set_journal_mode(connection: sqlite3.Connection, mode: str) -> None:
-    """Set the journal mode, waiting for other writers: SQLite itself does not wait when it changes the mode of a
-    file."""
+    """Set the journal mode; wait up to `BUSY_TIMEOUT_S` for other writers, because SQLite itself does not wait when it
+    changes the mode of a file."""
     end = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         try:
@@ -276,9 +276,10 @@ def _set_journal_mode(connection: sqlite3.Connection, mode: str) -> None:
 
 
 def _connect_arguments(url: URL) -> dict[str, Any]:
-    """Return the connection arguments for a server, as far as its URL does not set them. None that pgbouncer would
-    refuse, or keep for its next client: no `options`, and no prepared statements, whose names belong to one connection.
-    Always UTF-8: a database of encoding SQL_ASCII, as of an initdb in locale C, would return bytes instead of text."""
+    """Return the connection arguments for a server, except for those that its URL sets. They work with pgbouncer:
+    `options` would be refused or kept for its next client, and prepared statements have names that belong to one
+    connection. The encoding is always UTF-8: a database with encoding SQL_ASCII, as created by initdb in locale C,
+    would otherwise return bytes instead of text."""
     usual = {"connect_timeout": 5, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4}
     usual["tcp_user_timeout"] = round(SERVER_SILENCE_S * 1000)
     chosen = {name: value for name, value in usual.items() if name not in url.query}
@@ -288,9 +289,9 @@ def _connect_arguments(url: URL) -> dict[str, Any]:
 def _connect_with_retries(
     dialect: Dialect, _: ConnectionPoolEntry, arguments: list[Any], named: dict[str, Any]
 ) -> DBAPIConnection:
-    """Connect, retrying while the server is full: a slot is free in a moment, since we hold connections only for one
-    batch. Writers have pauses of their own (`db.writer`), because refusing a connection costs a server as much as
-    accepting it."""
+    """Connect, and retry for `BUSY_TIMEOUT_S` while the server has no free connection. One is soon free, because each
+    client connects only for one batch. Writers retry by themselves, with pauses (`db.writer`), because refusing a
+    connection costs a server as much as accepting one."""
     until = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         try:
@@ -306,7 +307,7 @@ def _is_server_full(words: str) -> bool:
 
 
 def check(url: URL) -> None:
-    """Raise LedgerError for a URL that can never be opened, as far as can be known without connecting."""
+    """Raise LedgerError for a URL that can never be opened, as far as this is known without connecting."""
     engine = make_engine(url, write=True)
     if file_of(url) is None:
         from psycopg import Error
@@ -323,7 +324,7 @@ def check(url: URL) -> None:
 
 
 def refusal(url: URL, error: DBAPIError | OSError) -> LedgerError:
-    """Return the error for a user when the database at `url` cannot be opened."""
+    """Return the error for the user if the database at `url` cannot be opened or used."""
     name = masked(url)
     if isinstance(error, OSError):
         return LedgerError(
@@ -366,10 +367,11 @@ def _is_full(folder: Path) -> bool:
 
 
 def prepare_folder(url: URL) -> None:
-    """Create the folder of a SQLite file, accessible to its owner only, and the file. Raises LedgerError.
+    """Create a SQLite ledger's file, and its folder, accessible only to its owner. Raises LedgerError.
 
     SQLite would leave the file's permissions to the umask, and gives its journals the file's permissions. In a folder
-    that nobody else may enter, such as a job's, only the owner can read the file; in a shared folder the umask decides.
+    that only its owner may enter, such as a job's folder, only the owner may read the file; in a shared folder, the
+    umask decides.
     """
     file = file_of(url)
     if file is None:

@@ -1,9 +1,10 @@
-"""Export and import of jobs and of maintenance records: from Parquet files, from another ledger, or from a journal.
+"""Export and import of jobs and maintenance records. Sources are Parquet files, another ledger, or a journal.
 
-A job is identified by its uuid, and the copy with more of the journal (`journal_seq`) is the newer one: it replaces an
-older copy as a whole; an older or equal one only adds missing rank reports. Parts of a newer source that we do not know
-are left out, and named. One transaction per job. Maintenance records belong to no job: they are copied with a whole
-ledger (`db.maintenance`). Called by `resihp db export|import`; `db.writing.catch_up` imports journals.
+A job is identified by its uuid. Of two copies, the one with more records of the journal (`journal_seq`) is newer. A
+newer copy replaces an older one as a whole; an older or equal copy only adds missing rank reports. Tables and columns
+of a newer source that this version does not know are not imported, and are reported. Each job is imported in one
+transaction. Maintenance records belong to no job: they are copied only with a whole ledger (`db.maintenance`). Called
+by `resihp db export|import`; `db.writing.catch_up` imports journals.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ ROWS_AT_ONCE = 20_000
 
 @dataclass(frozen=True)
 class Merged:
-    """Result for one job: `new`, `brought forward` (an older copy was there), or `unchanged`. `rows`: number imported;
-    for a journal, of records. `job` and `uuid` are empty for new maintenance records."""
+    """Result of the import of one job. `outcome`: `new`, `brought forward` (an older copy was present), or `unchanged`.
+    `rows`: number of imported rows; for a journal, of imported records. `job` and `uuid` are empty for new maintenance
+    records."""
 
     job: str
     uuid: str
@@ -82,9 +84,9 @@ class _Ledger:
         return maintenance.exportable(self.connection)
 
     def states(self) -> Mapping[str, Sequence[Any]]:
-        """Return, for each job, the number of rows of each table of `MONTHLY_TABLES` with the first and last key. With
-        `journal_seq` this detects every change: rows from the journal change `journal_seq`, and telemetry is only added
-        and thinned."""
+        """Return, for each job, the number of rows and the first and last key in each table of `MONTHLY_TABLES`.
+        Together with `journal_seq` they detect every change: rows from the journal change `journal_seq`, and telemetry
+        rows are only added or removed."""
         uuids = {row.id: row.uuid for row in self.connection.execute(select(JOBS.c.id, JOBS.c.uuid))}
         states: dict[str, list[Any]] = {uuid: [] for uuid in uuids.values()}
         for table in MONTHLY_TABLES:
@@ -99,12 +101,13 @@ class _Ledger:
 
 
 def export(url: str, folder: Path, uuids: Sequence[str] | None = None) -> Exported:
-    """Write jobs, all of them if `uuids` is None, to Parquet files in a new folder, or in that of an earlier export,
-    whose unchanged files are kept.
+    """Export jobs to Parquet files in `folder`: those with these uuids, or all if `uuids` is None. The folder is new,
+    or contains an earlier export, of which unchanged files are kept.
 
-    The export is a snapshot, even while jobs write. The folder is built beside its place, so that readers always find a
-    whole export, old or new. Raises LedgerError if there is no ledger of our schema at `url`, JobNotFoundError if it
-    holds no such job, UsageError if the folder cannot be created, or contains jobs that would be lost.
+    The export is a snapshot, even while jobs write. It is built in a temporary folder and then moved, so that readers
+    always find a complete export, old or new. Raises LedgerError if there is no ledger of this schema at `url`,
+    JobNotFoundError if the ledger has none of the jobs, UsageError if the folder cannot be written, or if the earlier
+    export has jobs that would be lost.
     """
     folder = own_links_followed(folder)
     if folder.is_symlink():
@@ -147,10 +150,11 @@ def export(url: str, folder: Path, uuids: Sequence[str] | None = None) -> Export
 
 
 def import_from(path: str, url: str) -> list[Merged]:
-    """Merge the source at `path` into the ledger at `url`, which is created if missing.
+    """Merge the jobs of the source at `path` into the ledger at `url`, which is created if missing.
 
-    `path`: a folder that `export` wrote, a journal, a job's folder, a SQLite ledger, or a ledger's URL. Raises
-    LedgerError or UsageError that describe the fault of either; the job at hand is then unchanged.
+    `path`: a folder that `export` wrote, a journal, a job's folder, a SQLite ledger, or the URL of a ledger. Raises
+    LedgerError or UsageError if the source or the ledger cannot be used; the job that was being imported is then
+    unchanged.
     """
     if "://" in path:
         with _open_for_reading(path) as connection:
@@ -202,8 +206,8 @@ def _same_file(file: Path, url: str) -> bool:
 
 
 def _import_file(file: Path, url: str) -> list[Merged]:
-    """Import another SQLite ledger through a copy, so that an older schema can be upgraded and the original stays as it
-    is."""
+    """Import another SQLite ledger. It is copied first, so that an older schema can be upgraded in the copy and the
+    original stays unchanged."""
     if _same_file(file, url):
         raise UsageError(f"{file}: is the ledger itself; name another source, or another ledger with --ledger")
     name = f"sqlite:///{file.absolute()}"
@@ -227,7 +231,7 @@ def _import_file(file: Path, url: str) -> list[Merged]:
 
 
 def _copy_of(file: Path, name: str) -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary folder with a copy of a ledger. Raises LedgerError."""
+    """Return a temporary folder that contains a copy of a ledger. Raises LedgerError."""
     if not is_ours(file):
         return private_copy(file, name, with_journal=is_shared_with_group(file))
     folder = tempfile.TemporaryDirectory(prefix="resihp-import-")
@@ -242,8 +246,8 @@ def _copy_of(file: Path, name: str) -> tempfile.TemporaryDirectory[str]:
 
 
 def import_journal(path: Path, url: str) -> Merged:
-    """Import a journal; an unfinished last record is skipped. Raises UsageError if the journal does not begin with a
-    job's start."""
+    """Import a journal; an unfinished last record is skipped. Raises UsageError if the journal does not begin with the
+    start of a job."""
     records = journal_file.read_packed(path)
     if not records:
         raise UsageError(f"journal {path}: holds no record; nothing to import")
@@ -289,8 +293,8 @@ def _journal_seq(url: str, uuid: str) -> int | None:
 
 
 def merge(source: Source, url: str) -> list[Merged]:
-    """Merge all jobs of `source`, and its maintenance records, into the ledger at `url`, which is created if missing.
-    Raises LedgerError."""
+    """Merge all jobs and maintenance records of `source` into the ledger at `url`, which is created if missing. Raises
+    LedgerError."""
     parsed = resolve(url)
     jobs, repairs = source.jobs(), source.maintenance()
     maintenance.check(repairs)
@@ -318,8 +322,7 @@ def merge(source: Source, url: str) -> list[Merged]:
 
 
 def _is_up_to_date(connection: Connection, uuid: str, seq: int) -> bool:
-    """Decide whether a job is in the ledger up to record `seq`, regardless of its writer: then nothing has to be
-    replaced."""
+    """Decide whether the ledger has a job up to record `seq`, whoever wrote it: then nothing has to be replaced."""
     journal_seq = connection.execute(select(JOBS.c.journal_seq).where(JOBS.c.uuid == uuid)).scalar_one_or_none()
     return journal_seq is not None and journal_seq >= seq
 
@@ -361,7 +364,7 @@ def _merge_job(session: Session, source: Source, row: Row) -> Merged:
 
 
 def _merge_telemetry(connection: Connection, number: int, table: Table, parts: Iterator[Sequence[Values]]) -> int:
-    """Insert the rows of a telemetry table that are missing; return how many were."""
+    """Insert the missing rows of a telemetry table; return their number."""
     count = select(func.count()).select_from(table).where(table.c.job_id == number)
     before = connection.execute(count).scalar_one()
     wanted = {"rank_reports": report_rows.COLUMNS, "rank_quantiles": report_rows.QUANTILE_COLUMNS}
@@ -379,7 +382,7 @@ def _merge_telemetry(connection: Connection, number: int, table: Table, parts: I
 
 @contextmanager
 def _open_for_reading(url: str, name: str | None = None) -> Iterator[Connection]:
-    """Open a ledger for reading, as a snapshot. Raises LedgerError."""
+    """Open a ledger for reading in one snapshot. `name`: the ledger's name in messages. Raises LedgerError."""
     parsed = resolve(url)
     name = name or masked(parsed)
     file = file_of(parsed)

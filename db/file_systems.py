@@ -1,6 +1,6 @@
-"""Types of file systems, by the mount points in /proc/mounts.
+"""Types of file systems, determined from the mount points in /proc/mounts.
 
-Decides which ones count as network file systems; never opens a ledger. Called by `db.engine`, `db.writer` and `resihp
+Decides which types count as network file systems; never opens a ledger. Called by `db.engine`, `db.writer` and `resihp
 doctor`.
 """
 
@@ -15,12 +15,13 @@ NETWORK_FILE_SYSTEMS = frozenset(
     fuse.sshfs gfs2 glusterfs gpfs lustre nfs nfs4 ocfs2 orangefs panfs pvfs2 quobyte smb3 smbfs wekafs
     """.split()  # noqa: SIM905 - one word per line would fill a page
 )
-"""File system types in /proc/mounts on which SQLite's WAL cannot rely on locks and shared memory
-(sqlite.org/wal.html)."""
+"""Types of file systems, as in /proc/mounts, on which SQLite's WAL is unsafe, because it needs reliable locks and
+shared memory (sqlite.org/wal.html)."""
 
 
 def file_system(path: Path, mounts: str | None = None) -> str:
-    """Return the type of the file system that holds `path`, by the longest mount point above it; empty if unknown."""
+    """Return the type of the file system that contains `path`, by the longest mount point above it; empty if unknown.
+    `mounts`: text in the format of /proc/mounts, instead of that file."""
     if mounts is None:
         try:
             mounts = Path("/proc/mounts").read_text(errors="replace")

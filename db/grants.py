@@ -1,11 +1,11 @@
-"""SQL statements that set a database user's rights in a shared ledger, for the owner of its tables to run. Called by
-`resihp db grant`.
+"""SQL statements that set a database user's rights in a shared ledger. The owner of the ledger's tables runs them.
+Called by `resihp db grant`.
 
-Prints them, never runs them. The user's former rights are revoked first, so that a role's kind can be changed.
-Row-level security (`db.migrations`) does the rest: a writer can change only jobs that it wrote itself. This does
-not bind the owner of the tables, whom PostgreSQL lets do anything. We do not force it on the owner (`FORCE ROW LEVEL
-SECURITY`): the owner could lift it at any time, an upgrade would silently skip rows that a policy hides, and pg_dump
-refuses a table whose owner does not see all of it. So no job should run as the owner.
+Prints the statements, never runs them. They first revoke the user's previous rights, so that the kind of a role can be
+changed. Row-level security (`db.migrations`) lets a writer change only jobs that it wrote itself. It does not bind the
+owner of the tables, whom PostgreSQL permits everything, and is not forced on the owner (`FORCE ROW LEVEL SECURITY`):
+the owner could disable it at any time, an upgrade would silently skip rows that a policy hides, and pg_dump refuses a
+table of which the owner cannot see all rows. So no job should run as the owner.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ GRANT_IN_SCHEMA = "BEGIN EXECUTE format('GRANT USAGE, CREATE ON SCHEMA %I TO %I'
 
 
 def statements(role: str, database: str, *, kind: str = "writer", trusted: bool = False) -> list[str]:
-    """Return the statements, one per line, for psql, to be run in one transaction. `kind`: one of `KINDS`.
+    """Return the statements, one per line, to be run with psql in one transaction. `kind`: one of `KINDS`.
 
-    `owner` owns the tables from then on, `writer` reads everything and writes its own rows, `reader` reads. Raises
-    UsageError for an invalid role name, for an unknown kind, and for a reader that is to be trusted.
+    An `owner` owns the tables from then on, a `writer` reads everything and writes its own rows, and a `reader` only
+    reads. `trusted` also makes the role a member of `TRUSTED_ROLE`. Raises UsageError for an invalid role name, an
+    unknown kind, or a trusted reader.
     """
     quoted_role = _quoted(role)
     if kind not in KINDS:

@@ -1,4 +1,4 @@
-"""Conversion of a layout to JSON, the LAYOUT of interface.md, and back. Pure."""
+"""Conversion of a layout to and from JSON, in the form LAYOUT of interface.md. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from resihp.parallelism.layout import Layout, Replica, Stage
 def to_plain(layout: Layout, mirrors: Sequence[int] = ()) -> dict[str, Any]:
     """Return `{"replicas": [[{"ranks": [..], "layers": [first, last]}]], "standby": [..]}`.
 
-    A stage has `chunks` instead of `layers` unless it has exactly one. The key `mirrors`, indices of replicas
-    (`Plan.mirrors`), is present only if there are any.
+    A stage that does not have exactly one chunk of layers has the key `chunks` instead of `layers`. The key `mirrors`,
+    the indices of replicas that are mirrors (`Plan.mirrors`), is present only if there are mirrors.
     """
     return {
         "replicas": [
@@ -34,12 +34,12 @@ def to_plain(layout: Layout, mirrors: Sequence[int] = ()) -> dict[str, Any]:
 
 
 def to_json(layout: Layout, mirrors: Sequence[int] = ()) -> str:
-    """Return `to_plain` as text."""
+    """Return the result of `to_plain` as JSON text."""
     return json.dumps(to_plain(layout, mirrors), separators=(",", ":"))
 
 
 def from_json(text: str) -> Layout:
-    """Parse a LAYOUT. Raises LedgerError if `text` is not one: imported rows may hold anything."""
+    """Parse a LAYOUT. Raises LedgerError if `text` is not a LAYOUT, as in imported rows, which may be malformed."""
     try:
         return _from_plain(json.loads(text))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -57,10 +57,8 @@ class _Ranks(msgspec.Struct):
 
 
 def ranks_of(text: str) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
-    """Return the ranks that compute, those on standby, and those of mirrors.
-
-    Much faster than `from_json`. Raises LedgerError as that does.
-    """
+    """Return the ranks that compute, those on standby, and those of mirrors. Much faster than `from_json`. Raises
+    LedgerError if `text` is not a LAYOUT."""
     try:
         ranks_in_layout = msgspec.json.decode(text, type=_Ranks)
     except (msgspec.DecodeError, RecursionError) as error:

@@ -1,8 +1,8 @@
-"""Maintenance records: a repaired node or device starts with a clean history from then on (`db.reading.hardware`).
+"""Maintenance records: after its repair, a node or device starts with a clean history (`db.reading.hardware`).
 
-Called by `resihp node repaired`, and by `db.exchange` with records of another ledger. A record is identified by all of
-its content, so adding it twice changes nothing. The database user who imports a record becomes its writer, regardless
-of its original author; therefore an export contains only records that count for the exporting user. Never changes rows
+Called by `resihp node repaired`, and by `db.exchange` with records of another ledger. A record is identified by its
+whole content, so adding it twice changes nothing. The database user who imports a record becomes its writer, whoever
+wrote it originally; therefore an export contains only records that count for the exporting user. Never changes rows
 that jobs have written.
 """
 
@@ -24,15 +24,15 @@ from db.reading.reader import Reader
 from resihp.errors import LedgerError, UsageError
 
 MAX_DEVICE_DIGITS = 9
-"""Largest number of digits of a device number."""
+"""Limit on the digits of a device number."""
 RECORD_COLUMNS = ("cluster", "node", "device_uuid", "kind", "text", "at", "recorded_at")
 """Columns that describe the maintenance and identify a record; `recorded_at` is exact to the microsecond."""
 MAX_TEXT_CHARACTERS = 4096
-"""Largest number of characters of an imported text."""
+"""Limit on the characters of each text of an imported record."""
 MAX_CLOCK_SKEW = timedelta(hours=1)
-"""Largest lead of an imported record's time over ours."""
+"""How far the time of an imported record may be ahead of this machine's clock."""
 _LOCK_NUMBER = 0x7E52
-"""PostgreSQL advisory lock: of two imports of the same records at once, the second finds them present."""
+"""Key of a PostgreSQL advisory lock: if two imports add the same records at once, the second one finds them present."""
 
 
 def record(
@@ -46,12 +46,13 @@ def record(
     cluster: str = "",
     now: datetime | None = None,
 ) -> dict[str, Any]:
-    """Add a record; return its columns.
+    """Add a maintenance record; return its columns.
 
-    `node`: its name, preceded by its cluster (`alpha/n7`) if the ledger has several, unless `cluster` is given.
-    `device`: its UUID, or its number, which the ledger resolves to the device that was there `at` that time; if it
-    cannot, the number is stored instead of a UUID. Raises UsageError for a node or device that the ledger has never
-    seen, for a name that several clusters have and for a time in the future, LedgerError if it cannot be written.
+    `node`: the node's name, preceded by its cluster (`alpha/n7`) if the ledger has several clusters and `cluster` is
+    empty. `device`: a UUID, or a device number, which is resolved to the UUID of the device that the node had at time
+    `at`; if that is unknown, the number itself is stored. None for the whole node. Raises UsageError for an unknown
+    node or device, for a name that several clusters have, and for a time in the future; LedgerError if the ledger
+    cannot be written.
     """
     now = now or datetime.now(UTC)
     at = at or now
@@ -92,14 +93,15 @@ def record(
 
 
 def exportable(connection: Connection) -> list[dict[str, Any]]:
-    """Return the records to export with a ledger's jobs, oldest first: those that count for the current user. The
-    importer becomes their writer, so records that others wrote without authority would otherwise begin to count."""
+    """Return the records to export, oldest first: those that count for the current database user. An importer becomes
+    the writer of all imported records, so records that were written without authority would begin to count if they were
+    exported."""
     rows = maintenance_rows(Reader.within(connection))
     return [{name: row[name] for name in RECORD_COLUMNS} for row in rows if row["counts"]]
 
 
 def check(rows: Iterable[dict[str, Any]], now: datetime | None = None) -> None:
-    """Raise LedgerError for a record that `record` would not have made."""
+    """Raise LedgerError for a record that `record` could not have written."""
     latest = (now or datetime.now(UTC)) + MAX_CLOCK_SKEW
     for row in rows:
         texts = [row[name] for name in RECORD_COLUMNS[:5] if name != "device_uuid" or row[name] is not None]
@@ -116,8 +118,8 @@ def check(rows: Iterable[dict[str, Any]], now: datetime | None = None) -> None:
 
 
 def add_missing(connection: Connection, rows: Sequence[dict[str, Any]]) -> int:
-    """Add missing records within the caller's transaction; return how many. A record that is present but does not count
-    for the caller, because somebody else wrote it, is treated as missing."""
+    """Add missing records within the caller's transaction; return their number. A record that is present but does not
+    count for the caller, because of its writer, is treated as missing."""
     if not rows:
         return 0
     if connection.dialect.name == "postgresql":
@@ -134,7 +136,7 @@ def add_missing(connection: Connection, rows: Sequence[dict[str, Any]]) -> int:
 
 
 def _place(reader: Reader, cluster: str, node: str) -> tuple[str, str]:
-    """Return a node's cluster, and its name there. Raises UsageError if several clusters have the name."""
+    """Return a node's cluster, and its name there. Raises UsageError if several clusters have a node of this name."""
     clusters = reader.clusters()
     named, slash, name = node.partition("/")
     if slash and named in clusters:
@@ -151,7 +153,7 @@ def _place(reader: Reader, cluster: str, node: str) -> tuple[str, str]:
 
 
 def _device(reader: Reader, cluster: str, node: str, device: str, at: datetime) -> str:
-    """Return the identity to store for a device: its UUID, or its number if that is unknown."""
+    """Return the identity to store for a device: its UUID, or its number if the UUID is unknown."""
     columns = DeviceRow.__table__.c
     if not device.isdecimal() or len(device) > MAX_DEVICE_DIGITS:
         if not reader.fetch(select(columns.uuid).where(columns.uuid == device).limit(1)):

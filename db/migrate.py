@@ -1,10 +1,11 @@
-"""Schema version of a ledger: which one a database has, which one we know, and the migration between them.
+"""Schema versions of a ledger: the version that a database has, the version that this resihp knows, and migrations.
 
-Uses Alembic without an alembic.ini, imported only where a schema is changed: readers of a ledger do not need it. The
-migrations that upgrade an old ledger also create a new one. Used by the writer when it opens a ledger, by `resihp db
-upgrade`, and by readers, which only check. A ledger on a server belongs to many users: only `resihp db upgrade` changes
-its schema, and it waits for others in short turns. A ledger that is newer than we know states whether we may continue
-to use it (table `compatibility`): a migration that only adds leaves that as it is.
+Uses Alembic without an alembic.ini. Alembic is imported only to change a schema: readers of a ledger do not need it.
+The migrations that upgrade an old ledger also create a new one. Called by the writer when it opens a ledger, by `resihp
+db upgrade`, and by readers, which only check the version. A ledger on a server belongs to many users: only `resihp db
+upgrade` changes its schema, in attempts that wait only briefly for other users' locks. A ledger with a newer schema
+states whether older clients may still use it (table `compatibility`); a migration that only adds tables or columns does
+not change that.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ VERSION_TABLE = "resihp_version"
 MIGRATIONS_FOLDER = Path(__file__).parent / "migrations"
 Purpose = Literal["read", "write"]
 _LOCK_NUMBER = 0x7E51
-"""PostgreSQL advisory lock: jobs that start together must not migrate at once."""
+"""Key of a PostgreSQL advisory lock: jobs that start together must not migrate at once."""
 UPGRADE_ATTEMPTS = 20
-"""Number of attempts to change a server's schema while others hold its tables."""
+"""Number of attempts to change a server's schema while other clients have locked its tables."""
 ATTEMPT_PAUSE_S = 2.0
-"""Pause between attempts, in which clients that waited for us can write."""
+"""Seconds between two attempts, in which clients that waited for the attempt can write."""
 
 
 def _config() -> Config:
@@ -47,18 +48,19 @@ def _config() -> Config:
 
 @cache
 def _revisions() -> tuple[str, ...]:
-    """Return all schemas, newest first: the numbers at the start of the migrations' file names."""
+    """Return all known schema versions, newest first: the numbers at the start of the migrations' file names."""
     files = (MIGRATIONS_FOLDER / "versions").glob("[0-9][0-9][0-9][0-9]_*.py")
     return tuple(sorted((file.name.partition("_")[0] for file in files), reverse=True))
 
 
 def head() -> str:
-    """Return the newest schema that this version of resihp knows."""
+    """Return the newest schema version that this resihp knows."""
     return _revisions()[0]
 
 
 def current(url: str) -> str | None:
-    """Return the schema of the ledger at `url`; None if there is no ledger in that database. Raises LedgerError."""
+    """Return the schema version of the ledger at `url`; None if that database contains no ledger. Raises
+    LedgerError."""
     parsed = resolve(url)
     if (file := file_of(parsed)) is not None and not os.path.exists(file):
         return None
@@ -73,11 +75,12 @@ def current(url: str) -> str | None:
 
 
 def upgrade(url: str, say: Callable[[str], None] = lambda text: None) -> str:
-    """Bring the ledger at `url` to the schema we know, creating it if missing; return the resulting version.
+    """Upgrade the ledger at `url` to the newest known schema, creating it if missing; return the resulting version.
 
-    One transaction: it happens as a whole or not at all. A server's tables are waited for in turns, between which
-    others write; `say` is told who holds them. A newer ledger that we may read is left as it is. Raises LedgerError if
-    the ledger cannot be opened, belongs to another program, is too new for us, or its tables could not be locked.
+    The upgrade is one transaction, which succeeds as a whole or changes nothing. On a server, several attempts are made
+    to lock the tables; between them, other clients can write. `say` is told which database users hold locks. A newer
+    ledger that this resihp may read is left unchanged. Raises LedgerError if the ledger cannot be opened, belongs to
+    another program, or is too new, or if its tables could not be locked.
     """
     return _upgrade(url, say, "read")
 
@@ -116,14 +119,15 @@ def _upgrade_in_turns(engine: Engine, url: URL, say: Callable[[str], None], purp
 
 
 def _is_locked(error: DBAPIError) -> bool:
-    """Decide whether the error will pass: PostgreSQL's lock_not_available, or a deadlock that it ended."""
+    """Decide whether a later attempt may succeed: the error is PostgreSQL's lock_not_available, or a deadlock that
+    PostgreSQL ended."""
     state: Any = getattr(error.orig, "sqlstate", None)
     return state in ("55P03", "40P01")
 
 
 def _lock_holders(engine: Engine) -> tuple[list[int], str]:
-    """Return the users who have longest held locks on tables of this database, or its schema change: the likeliest
-    cause."""
+    """Return the process ids of the likeliest holders of the lock, and a text about them: the database users with the
+    oldest transactions that hold locks on tables of this database or on its schema change."""
     query = text(
         "SELECT activity.pid, activity.usename, activity.state, "
         "round(extract(epoch FROM now() - activity.xact_start)) AS seconds FROM pg_stat_activity activity "
@@ -140,10 +144,10 @@ def _lock_holders(engine: Engine) -> tuple[list[int], str]:
 
 
 def make_ready(url: str) -> None:
-    """Make the ledger at `url` ready for writing: create or upgrade a file, create the tables in an empty database.
+    """Prepare the ledger at `url` for writing: create or upgrade a file, or create the tables in an empty database.
 
-    Raises LedgerError as `upgrade` does, for a newer ledger that we may only read, and for a server's ledger of an
-    older schema, which is left alone.
+    Raises LedgerError as `upgrade` does, and also for a newer ledger that this resihp may only read, and for a server's
+    ledger of an older schema, which is left unchanged.
     """
     parsed = resolve(url)
     if file_of(parsed) is not None:
@@ -166,7 +170,7 @@ def make_ready(url: str) -> None:
 
 
 def version_of(connection: Connection) -> str | None:
-    """Return the ledger's schema; None if there is no ledger."""
+    """Return the ledger's schema version; None if there is no ledger."""
     if not inspect(connection).has_table(VERSION_TABLE):
         return None
     version: str | None = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()
@@ -174,14 +178,14 @@ def version_of(connection: Connection) -> str | None:
 
 
 def _lock(connection: Connection) -> None:
-    """Keep others from changing a server's schema until the transaction ends; may be called twice."""
+    """Keep other clients from changing a server's schema until the transaction ends. May be called twice."""
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:number)"), {"number": _LOCK_NUMBER})
 
 
 def upgrade_connection(connection: Connection, name: str, purpose: Purpose = "read") -> str:
-    """Upgrade within the caller's transaction; return the resulting version. `name` is the ledger's, for messages.
-    Raises LedgerError, also for a newer ledger that may not be used for that purpose."""
+    """Upgrade the ledger within the caller's transaction; return the resulting version. `name`: the ledger's name in
+    messages. Raises LedgerError, also for a newer ledger that may not be used for `purpose`."""
     _lock(connection)
     version = version_of(connection)
     if version is not None and not is_older(version):
@@ -211,8 +215,8 @@ def upgrade_connection(connection: Connection, name: str, purpose: Purpose = "re
 
 
 def _check_encoding(connection: Connection, name: str) -> None:
-    """Raise LedgerError for a PostgreSQL database whose encoding cannot hold every text, before a ledger is created in
-    it."""
+    """Raise LedgerError, before a ledger is created, for a PostgreSQL database with an encoding that cannot represent
+    every text."""
     if connection.dialect.name != "postgresql":
         return
     encoding = str(connection.execute(text("SHOW server_encoding")).scalar_one())
@@ -224,17 +228,17 @@ def _check_encoding(connection: Connection, name: str) -> None:
 
 
 def is_older(version: str) -> bool:
-    """Decide whether this schema can be upgraded to the newest one."""
+    """Decide whether this schema version is older than the newest one and can be upgraded to it."""
     return version in _revisions()[1:]
 
 
 def is_too_old(version: str) -> bool:
-    """Decide whether this schema is of a development version, from before the first migration."""
+    """Decide whether this schema version was made by a development version of resihp, before the first migration."""
     return len(version) == len(head()) and version.isdecimal() and version < _revisions()[-1]
 
 
 def refuse_too_old(version: str, subject: str) -> None:
-    """Raise LedgerError if the schema of `subject`, a ledger or an export, is of a development version."""
+    """Raise LedgerError if a development version of resihp made the schema of `subject`, a ledger or an export."""
     if is_too_old(version):
         raise LedgerError(
             f"{subject}: its schema {version} was made by a development version before 0.1.0 and cannot be upgraded; "
@@ -243,13 +247,13 @@ def refuse_too_old(version: str, subject: str) -> None:
 
 
 def is_newer(version: str) -> bool:
-    """Decide whether this schema is unknown, so that a later resihp must have made it."""
+    """Decide whether this schema version is unknown, so that a newer resihp must have created it."""
     return version not in _revisions() and not is_too_old(version)
 
 
 def check_compatible(version: str, oldest: str | None, name: str, purpose: Purpose) -> None:
-    """Raise LedgerError unless a client of our schema may use a ledger of the newer schema `version`. `oldest` is the
-    oldest schema whose clients may, None if that is not recorded. Both are numbers of four digits."""
+    """Raise LedgerError unless this resihp may use a ledger of the newer schema `version`. `oldest`: oldest schema
+    version of clients that may use the ledger, None if it is not recorded. Versions are numbers of four digits."""
     if oldest is not None and oldest <= head() < version:
         return
     to_use = "upgrade resihp, or name another ledger with --ledger"
@@ -261,7 +265,8 @@ def check_compatible(version: str, oldest: str | None, name: str, purpose: Purpo
 
 
 def oldest_client(connection: Connection, purpose: Purpose) -> str | None:
-    """Return the oldest schema whose clients may read, or write, this ledger; None if it does not say."""
+    """Return the oldest schema version of clients that may read, or write, this ledger; None if the ledger does not
+    state it."""
     if not inspect(connection).has_table(CompatibilityRow.__tablename__):
         return None
     column = CompatibilityRow.min_reader if purpose == "read" else CompatibilityRow.min_writer
@@ -269,7 +274,8 @@ def oldest_client(connection: Connection, purpose: Purpose) -> str | None:
 
 
 def check_plain(connection: Connection, name: str) -> None:
-    """Raise LedgerError for a SQLite file with a view or a trigger, which runs on access: our ledgers have none."""
+    """Raise LedgerError for a SQLite file with a view or a trigger, which would run on access: ledgers of resihp have
+    none."""
     if connection.dialect.name == "sqlite":
         query = text("SELECT type, name FROM sqlite_master WHERE type IN ('view', 'trigger')")
         if (match := connection.execute(query).first()) is not None:
@@ -277,7 +283,7 @@ def check_plain(connection: Connection, name: str) -> None:
 
 
 def check_readable(connection: Connection, name: str) -> None:
-    """Raise LedgerError unless the ledger has the schema that we read, or a newer one that we may read."""
+    """Raise LedgerError unless the ledger has the newest known schema, or a newer one that this resihp may read."""
     check_plain(connection, name)
     version = version_of(connection)
     if version is None:
@@ -286,10 +292,11 @@ def check_readable(connection: Connection, name: str) -> None:
 
 
 def check_writable(connection: Connection, name: str, accepted: str | None = None) -> str | None:
-    """Return the ledger's schema, which others may have changed since it was opened; `accepted` needs no further check.
+    """Return the ledger's schema version, which may have changed since the ledger was opened. The version `accepted` is
+    not checked again.
 
-    One short query. Raises LedgerError for a schema that we may not write, and SQLAlchemy's error if there is no
-    ledger.
+    Runs one short query. Raises LedgerError for a schema that this resihp may not write, and SQLAlchemy's error if
+    there is no ledger.
     """
     version: str | None = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()
     if version is not None and version != accepted:
@@ -298,7 +305,8 @@ def check_writable(connection: Connection, name: str, accepted: str | None = Non
 
 
 def only_readable(url: str) -> str:
-    """Explain why the ledger at `url`, newer than we know, may be read and not written; empty if that is not so.
+    """Return the reason why the ledger at `url`, with a newer schema, may be read but not written; empty if it may be
+    written, or if its schema is not newer.
 
     Raises LedgerError for a ledger that may not be read either.
     """
@@ -322,7 +330,7 @@ def only_readable(url: str) -> str:
 
 
 def check_schema(connection: Connection, version: str, name: str, purpose: Purpose) -> None:
-    """Raise LedgerError unless `version` is the newest schema, or an unknown one that allows this use."""
+    """Raise LedgerError unless `version` is the newest known schema, or a newer one that permits this use."""
     refuse_too_old(version, f"ledger {name}")
     if is_older(version):
         others = ", or resihp db upgrade --all for those of all jobs of a folder" if name.startswith("sqlite") else ""
@@ -333,7 +341,7 @@ def check_schema(connection: Connection, version: str, name: str, purpose: Purpo
 
 
 def unknown_parts(connection: Connection) -> list[str]:
-    """Return tables and columns of a newer ledger that we do not know, sorted; our copies lack them."""
+    """Return the unknown tables and columns of a newer ledger, sorted. Copies made by this resihp lack them."""
     version = version_of(connection)
     if version is None or not is_newer(version):
         return []

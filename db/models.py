@@ -1,11 +1,10 @@
-"""The ledger's tables (interface.md, "Ledger"). Declares; decides nothing. `db.migrations` creates the tables declared
-here.
+"""The ledger's tables (interface.md, "Ledger"). Declares the tables; `db.migrations` creates them. Decides nothing.
 
-Every row belongs to a job by its surrogate id, because several jobs may share one PostgreSQL. A job is identified by
-its uuid, which follows from the first record of its journal: `local-1` of two users are two jobs. Times are UTC. In a
-database that many users share, PostgreSQL records who wrote a job, and lets nobody else change it (`db.migrations`).
-Layouts, assignments and lists of ranks are JSON text (layouts in the form of interface.md's LAYOUT). The journal
-defines the kinds of failures, components and outcomes: a new kind needs no migration.
+Every row belongs to a job by the job's surrogate id, because several jobs may share one PostgreSQL database. A job is
+identified by its uuid, which is derived from the first record of its journal: `local-1` of two users are two jobs.
+Times are UTC. In a database that many users share, PostgreSQL records the writer of each job and prevents other users
+from changing it (`db.migrations`). Layouts, assignments and lists of ranks are JSON text (layouts in the form LAYOUT of
+interface.md). The journal defines the kinds of failures, components and outcomes, so a new kind needs no migration.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """A point in time: aware in Python, UTC in every database (SQLite stores no zone, so it is added here)."""
+    """A point in time: with a time zone in Python, in UTC in every database. SQLite stores no time zone, so it is added
+    on reading."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
@@ -49,7 +49,8 @@ class UtcDateTime(TypeDecorator[datetime]):
         return value.astimezone(UTC)
 
     def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], datetime | None]:
-        """Convert in one step: this took a third of the time of reading many rows."""
+        """Return a converter that works in one step, because conversion took a third of the time of reading many
+        rows."""
         if dialect.name == "sqlite":
             return lambda text: None if text is None else datetime.fromisoformat(f"{text}+00:00")
         return lambda value: None if value is None else value.astimezone(UTC)
@@ -73,8 +74,8 @@ def _of_job(*, primary_key: bool = False) -> Mapped[int]:
 
 
 class JobRow(LedgerTable):
-    """A job. `journal_seq`: the last journal record whose rows are here; written in the same transaction as they
-    are."""
+    """A job. `journal_seq`: number of the last journal record that is in the rows; written in the same transaction as
+    these rows."""
 
     __tablename__ = "jobs"
     __table_args__ = (
@@ -108,27 +109,27 @@ class JobRow(LedgerTable):
     started_at: Mapped[datetime]
     ended_at: Mapped[datetime | None]
     last_entry_at: Mapped[datetime]
-    """Time of the last record that the job itself wrote; records that a reader adds to a dead job do not count."""
+    """Time of the last record that the job itself wrote. Records that a reader adds to a dead job do not count."""
     journal_seq: Mapped[int] = mapped_column(BigInteger, default=0)
     telemetry_dropped: Mapped[int] = mapped_column(BigInteger, default=0)
     model: Mapped[str | None] = mapped_column(Text)
-    """The trained model, as the script declared it, in JSON; null until then."""
+    """The trained model as the script declared it, as JSON; null until it is declared."""
     account: Mapped[str | None] = mapped_column(Text)
-    """How its time was spent (`db.reading.costs.cost_accounts.Account` in JSON), once it is over; null until then, and
+    """How the job's time was spent (`db.reading.costs.cost_accounts.Account` as JSON); null until the job is over, and
     in older ledgers."""
     detector: Mapped[str | None] = mapped_column(Text)
-    """The detector's latest mode, as in `journal.CoverageChanged`; null while it warms up or is off."""
+    """The detector's latest mode, as in `journal.CoverageChanged`; null while the detector warms up or is off."""
     unwatched: Mapped[str | None] = mapped_column(Text)
-    """Ranks, in JSON, that have work and whose reports the detector has long been missing."""
+    """Ranks with work whose reports have long been missing at the detector, as JSON; null if there are none."""
     written_by: Mapped[str | None] = mapped_column(Text, FetchedValue())
-    """The database role that wrote the job; PostgreSQL sets it and we never do; null in SQLite. (`owner` is the user
+    """The database role that wrote the job. PostgreSQL sets it, resihp never does; null in SQLite. (`owner` is the user
     that the job itself names.)"""
     run: Mapped[str] = mapped_column(String(36), server_default=text("''"))
-    """Common id of attempts that resume from each other's checkpoints, or that Slurm requeued: the uuid of the first,
-    where known. A single attempt has its own uuid."""
+    """Common id of attempts that resume from each other's checkpoints, or that Slurm requeued: the uuid of the first
+    attempt, where known. A single attempt has its own uuid."""
     cluster: Mapped[str | None] = mapped_column(Text)
-    """This and the next seven are Slurm's, null outside of it. `slurm_job` is sacct's JobIDRaw, which Slurm reuses one
-    day: with `cluster` and `submitted_at` it is unique."""
+    """This column and the next seven come from Slurm, and are null outside of Slurm. `slurm_job` is sacct's JobIDRaw,
+    which Slurm reuses eventually; together with `cluster` and `submitted_at` it is unique."""
     slurm_job: Mapped[int | None] = mapped_column(BigInteger)
     array_job: Mapped[int | None] = mapped_column(BigInteger)
     array_task: Mapped[int | None] = mapped_column(BigInteger)
@@ -137,7 +138,8 @@ class JobRow(LedgerTable):
     partition: Mapped[str | None] = mapped_column(Text)
     qos: Mapped[str | None] = mapped_column(Text)
     torch: Mapped[str | None] = mapped_column(Text)
-    """This and the next four: versions of the training software, as rank 0 reported them; null until then."""
+    """This column and the next four: versions of the training software, as rank 0 reported them; null until
+    reported."""
     megatron_core: Mapped[str | None] = mapped_column(Text)
     cuda: Mapped[str | None] = mapped_column(Text)
     nccl: Mapped[str | None] = mapped_column(Text)
@@ -145,9 +147,9 @@ class JobRow(LedgerTable):
 
 
 class NodeRow(LedgerTable):
-    """A node of a job. `replacement`: the request that it answered, null for a node of the job's own allocation.
-    `released_at`: when Slurm took it back. A node that was awaited and never came has no host and no devices, and its
-    `joined_at` is the time when the wait ended."""
+    """A node of a job. `replacement`: number of the request that the node answered, null for a node of the job's own
+    allocation. `released_at`: time when it was given back to Slurm. A node that the job waited for in vain has an empty
+    host and no devices; its `joined_at` is then the end of the wait."""
 
     __tablename__ = "nodes"
     __table_args__ = (Index(None, "node", "joined_at"),)
@@ -164,11 +166,11 @@ class NodeRow(LedgerTable):
 
 
 class MembershipRow(LedgerTable):
-    """A node's time in a job, from one join to the loss that ended it; a node that returned has several.
+    """One stay of a node in a job, from its joining until its loss; a node that returned has several rows.
 
-    `how` it was lost: as in `journal.NodeLost`. The machine's state during that time, empty where not reported: its
-    `serial`, `kernel`, `image` (the operating system's name and version), GPU `driver`, and `nic_firmware`, by adapter,
-    as JSON.
+    `how`: how the node was lost, as in `journal.NodeLost`. The other columns describe the machine during the stay,
+    empty where not reported: `serial`, `kernel`, `image` (name and version of the operating system), GPU `driver`, and
+    `nic_firmware`, which is JSON by network adapter.
     """
 
     __tablename__ = "memberships"
@@ -193,8 +195,8 @@ class MembershipRow(LedgerTable):
 
 
 class DeviceRow(LedgerTable):
-    """The device in one slot of a node while the node was in a job. `device`: its number there; `serial`, `board`: of
-    the device and of the board it is mounted on. Empty where unknown."""
+    """The device in one slot of a node during one stay of the node in a job. `device`: its number on the node. `serial`
+    and `board`: serial numbers of the device and of its board. Texts are empty where unknown."""
 
     __tablename__ = "devices"
     __table_args__ = (
@@ -219,7 +221,8 @@ class DeviceRow(LedgerTable):
 
 
 class CheckpointRow(LedgerTable):
-    """A complete checkpoint. Columns are null in older ledgers, which kept only the event."""
+    """A complete checkpoint. `folder`, `bytes` and `seconds` are null in older ledgers, which recorded only the
+    event."""
 
     __tablename__ = "checkpoints"
     __table_args__ = (Index(None, "job_id", "committed_at"),)
@@ -233,7 +236,7 @@ class CheckpointRow(LedgerTable):
 
 
 class MaintenanceRow(LedgerTable):
-    """Maintenance of a node or of one of its devices: earlier failures no longer count against it.
+    """Maintenance of a node or of one of its devices: failures before it no longer count against the node or device.
 
     `device_uuid`: null for the node as a whole. `kind`: `repaired`, `replaced`, `firmware`, or a site's own word.
     `written_by`: as in `jobs`.
@@ -254,7 +257,7 @@ class MaintenanceRow(LedgerTable):
 
 
 class CompatibilityRow(LedgerTable):
-    """One row: the oldest schemas whose clients may still read this ledger, and write it."""
+    """The only row contains the oldest schema versions of clients that may still read, or write, this ledger."""
 
     __tablename__ = "compatibility"
 
@@ -264,7 +267,8 @@ class CompatibilityRow(LedgerTable):
 
 
 class WorkerRow(LedgerTable):
-    """One process. `exit`: negative for a signal, null while it runs or if it died unseen with its node."""
+    """One worker process. `exit`: exit status, negative for a signal; null while it runs, or if it died unseen with its
+    node."""
 
     __tablename__ = "workers"
     __table_args__ = (
@@ -285,17 +289,17 @@ class WorkerRow(LedgerTable):
 
 
 class PlanRow(LedgerTable):
-    """A plan. `layout` and `assignment` are JSON; `digest` is the one that all ranks confirmed.
+    """A plan. `layout` and `assignment` are JSON; `digest` is the digest that all ranks confirmed.
 
-    `predicted`: time of an iteration under it; `present`: the same for the plan that was in effect, under the
-    conditions of that moment. Both are in `unit` (`s`, or `layer times`, which are meaningful only as ratios). Null
-    where unknown; `present` is also null where no plan was in effect, or one that could no longer run. `basis`: the
-    inputs of the decision, as JSON (`resihp.record.journal.PlanBasis`), from which it is explained on request; null
-    where the journal has none.
+    `predicted`: predicted time of an iteration under this plan. `present`: predicted time, under the same conditions,
+    of the plan that was in effect; also null if no plan was in effect, or if that plan could no longer run. The unit of
+    both is `unit` (`s`, or `layer times`, which are meaningful only as ratios); null where unknown. `basis`: the inputs
+    of the decision, as JSON (`resihp.record.journal.PlanBasis`), from which it is explained on request; null where the
+    journal has none.
 
-    `in_effect_at`: when every rank had acknowledged its state; in journals that do not record it, when the first
-    iteration under the plan was committed. Null for a plan that never took effect: refused (by a rank, or by our own
-    check), withdrawn because the job was to stop, or superseded by the next one.
+    `in_effect_at`: time when every rank had acknowledged its state; for journals that do not record it, when the first
+    iteration under the plan was committed. Null for a plan that never took effect: it was refused (by a rank, or by the
+    controller's own check), withdrawn because the job was to stop, or superseded by the next plan.
     """
 
     __tablename__ = "plans"
@@ -316,7 +320,7 @@ class PlanRow(LedgerTable):
     active: Mapped[int] = mapped_column(Integer)
     """Ranks that compute micro-batches."""
     standby: Mapped[int] = mapped_column(Integer)
-    """Ranks that compute none: those on standby, and those of mirrors."""
+    """Ranks that compute no micro-batches: ranks on standby, and ranks of mirrors."""
     schedule: Mapped[str] = mapped_column(Text)
     reason: Mapped[str] = mapped_column(Text)
     decided_at: Mapped[datetime]
@@ -333,17 +337,18 @@ class PlanRow(LedgerTable):
     unit: Mapped[str] = mapped_column(String(16), server_default="layer times")
     basis: Mapped[str | None] = mapped_column(Text)
     considered: Mapped[str | None] = mapped_column(Text)
-    """The alternatives, as JSON (`resihp.record.journal.OtherPlan`), in `unit`; null where not recorded."""
+    """The alternatives to the plan, as JSON (`resihp.record.journal.OtherPlan`), in `unit`; null where not recorded."""
     unaffected_by: Mapped[str | None] = mapped_column(Text)
-    """Lasting failures that did not slow this plan, since the slow parts had no work under it, as JSON; null if there
-    were none, and in rows of older versions."""
+    """Numbers of lasting failures that did not slow this plan, because the slow parts had no work under it, as JSON;
+    null if there were none, and in rows of older versions."""
 
 
 class DeclinedChangeRow(LedgerTable):
-    """A change of plan, or a request for a node, that was considered and declined (`journal.ChangeDeclined`).
+    """A change of plan, or a request for a node, that the controller considered and declined
+    (`journal.ChangeDeclined`).
 
-    `about`: `plan` or `node`. `failures`, `considered`: as JSON. `description`, `predicted` and `present` describe the
-    considered plan, as in `plans`; null if there was none.
+    `about`: `plan` or `node`. `failures` and `considered` are JSON. `description`, `predicted` and `present` describe
+    the considered plan, as in `plans`; null if there was none.
     """
 
     __tablename__ = "declined_changes"
@@ -364,7 +369,7 @@ class DeclinedChangeRow(LedgerTable):
 
 
 class IterationRow(LedgerTable):
-    """One committed iteration. `seconds` is null if no rank lived to report it."""
+    """One committed iteration. `seconds`: null if no rank survived to report it."""
 
     __tablename__ = "iterations"
     __table_args__ = (
@@ -388,12 +393,13 @@ class IterationRow(LedgerTable):
     learning_rate: Mapped[float | None]
     skipped: Mapped[bool]
     validation_loss: Mapped[float | None]
-    """Loss of the weights after the iteration, where they were evaluated."""
+    """Loss of the weights after the iteration; null if they were not evaluated."""
 
 
 class RankReportRow(LedgerTable):
-    """Telemetry of one rank: may be thinned or lost without harm; with more than 1,024 ranks not every row is kept
-    (`db.telemetry.condensed`). There are many rows: only the key is indexed, and on SQLite it is the table itself."""
+    """Telemetry of one rank in one iteration. It may be thinned or lost without harm; with more than 1,024 ranks not
+    every report is stored (`db.telemetry.condensed`). Because there are many rows, only the primary key is indexed; on
+    SQLite the table is stored in this index."""
 
     __tablename__ = "rank_reports"
     __table_args__ = ({"sqlite_with_rowid": False},)
@@ -407,8 +413,9 @@ class RankReportRow(LedgerTable):
 
 
 class RankQuantilesRow(LedgerTable):
-    """Quantiles over the ranks of an iteration, in a job of so many ranks that not every report is kept
-    (`db.telemetry.condensed`). `ranks`: how many reported. Telemetry like `rank_reports`, of the same two figures."""
+    """Quantiles over the ranks in one iteration, for jobs with so many ranks that not every report is stored
+    (`db.telemetry.condensed`). `ranks`: number of ranks that reported. The quantiles are of the same two figures as in
+    `rank_reports`, and are telemetry, too."""
 
     __tablename__ = "rank_quantiles"
     __table_args__ = ({"sqlite_with_rowid": False},)
@@ -430,8 +437,8 @@ class RankQuantilesRow(LedgerTable):
 
 
 class RankScoreRow(LedgerTable):
-    """The detector's score of a rank after an iteration: the time of its own work over its healthy time, and the
-    evidence against it over the amount that makes a finding. Telemetry, thinned by the controller
+    """The detector's scores of a rank after an iteration. `level`: time of the rank's own work over its healthy time;
+    `evidence`: evidence against the rank over the amount that leads to a verdict. Telemetry, thinned by the controller
     (`fail_slow.standings`)."""
 
     __tablename__ = "scores"
@@ -445,10 +452,11 @@ class RankScoreRow(LedgerTable):
 
 
 class ReconfigurationRow(LedgerTable):
-    """One transition, from the failure's detection to the first committed iteration after it.
+    """One transition to a new plan, from the detection of the failure to the first committed iteration.
 
     `planning_seconds`: the part of `plan_seconds` spent on the decision, null where not measured. `bytes_moved`: bytes
-    that ranks received in total; `extra_bytes`: the most that one rank held beside its state meanwhile.
+    that all ranks received in total. `extra_bytes`: most bytes that any rank held in addition to its state during the
+    transition.
     """
 
     __tablename__ = "reconfigurations"
@@ -474,12 +482,13 @@ class ReconfigurationRow(LedgerTable):
 
 
 class FailureRow(LedgerTable):
-    """One root cause. `failed_at`: the best estimate (`resihp.controller.fail_stop.onsets`), null where there is no
-    evidence, and in older ledgers; `recovered_epoch`: the reconfiguration that ended it, null until then.
+    """One root cause of failure. `failed_at`: best estimate of its time (`resihp.controller.fail_stop.onsets`), null
+    without evidence and in older ledgers. `recovered_epoch`: epoch of the reconfiguration that ended the failure, null
+    until then.
 
-    For a slow component (`fail-slow`): `iteration` is the first slow one, `speed` the remaining share of a healthy
-    one's speed, `confidence` the detector's; `ended_iteration` and `ended_at` are when it was as fast as before, null
-    while it is slow.
+    For a slow component (`fail-slow`): `iteration` is the first slow iteration, `speed` the share of a healthy
+    component's speed, `confidence` the detector's confidence. `ended_iteration` and `ended_at` say when the component
+    was as fast as before, null while it is slow.
     """
 
     __tablename__ = "failures"
@@ -511,13 +520,15 @@ class FailureRow(LedgerTable):
     ended_iteration: Mapped[int | None] = mapped_column(BigInteger)
     ended_at: Mapped[datetime | None]
     code: Mapped[str | None] = mapped_column(Text)
-    """Finding in the logs (`journal.Diagnosed`), an Xid as `xid 79`; null if the logs say nothing."""
+    """Code of the finding in the logs (`journal.Diagnosed`), such as `xid 79` for an Xid; null if the logs contain
+    none."""
     category: Mapped[str | None] = mapped_column(Text)
     hardware: Mapped[bool | None]
-    """Whether that finding indicates hardware; null in journals that do not record it."""
+    """Whether the finding in the logs indicates a hardware fault; null in journals that do not record it."""
     intermittent: Mapped[bool] = mapped_column(server_default=text("false"))
     link_from: Mapped[int | None] = mapped_column(Integer)
-    """Ranks at the ends of a link, and the node of the second (`node` is the first's); null for other components."""
+    """`link_from` and `link_to`: ranks at the ends of a link. `peer_node`: node of the second rank (`node` is the first
+    rank's). Null for other components."""
     link_to: Mapped[int | None] = mapped_column(Integer)
     peer_node: Mapped[str | None] = mapped_column(Text)
     failed_at: Mapped[datetime | None]
@@ -526,7 +537,7 @@ class FailureRow(LedgerTable):
 
 
 class SuspicionKindRow(LedgerTable):
-    """A kind of suspicion, and its meaning. A newer client adds the kinds that it writes."""
+    """A kind of suspicion, and its meaning. Clients of newer versions add rows for new kinds."""
 
     __tablename__ = "suspicion_kinds"
 
@@ -535,14 +546,14 @@ class SuspicionKindRow(LedgerTable):
 
 
 class SuspicionRow(LedgerTable):
-    """One suspicion that something is slow or silent, regardless of its outcome.
+    """One suspicion that a component is slow or silent, whatever its outcome.
 
-    `iteration`: the first slow one, `detected`: the one in which it was raised; `change`: time over healthy time, minus
-    1. `probe`: the measurement taken for it. `outcome`: as in `journal.Suspected`, null while it is open, or if the job
-    ended first; `failure`: the first verdict that it led to, or the loss. `kind`: as in `journal.Suspected.sort` and
-    `suspicion_kinds`, null where an older client wrote. `test`: the quantity tested when it was raised, and its unit;
-    `statistic` is its value and `threshold` the limit; null in journals of older versions. For silence, `change` and
-    `confidence` are null.
+    `iteration`: the first slow iteration; `detected`: the iteration in which the suspicion was raised. `change`: time
+    over healthy time, minus 1. `probe`: number of the measurement taken because of it. `outcome`: as in
+    `journal.Suspected`; null while the suspicion is open, or if the job ended first. `failure`: number of the first
+    verdict, or loss, that it led to. `kind`: as in `journal.Suspected.sort` and `suspicion_kinds`; null if an older
+    client wrote the row. `test`: the tested quantity and its unit, `statistic`: its value, `threshold`: its limit; null
+    in journals of older versions. `change` and `confidence` are null for silence.
     """
 
     __tablename__ = "suspicions"
@@ -575,10 +586,11 @@ class SuspicionRow(LedgerTable):
 
 
 class ProbeRow(LedgerTable):
-    """A measurement of a device, or of the link between two ranks (`peer`, on `peer_node`).
+    """A measurement of the device of `rank` on `node`, or of the link between this rank and the rank `peer` on
+    `peer_node`.
 
-    `speed`: share of its peers' speed, null if there was nothing to compare with. `flops` and `memory_bytes` are the
-    device's own figures, per second, and `hardware` is its maker's name for it.
+    `speed`: share of the speed of comparable devices or links, null if there was nothing to compare with. `flops` and
+    `memory_bytes`: measured figures of the device, per second. `hardware`: the maker's name of the device.
     """
 
     __tablename__ = "probes"
@@ -609,12 +621,13 @@ class ProbeRow(LedgerTable):
 
 
 class DrainRow(LedgerTable):
-    """A node with a verdict, and the steps taken to keep Slurm from giving it to the next job, or only to the user's
-    jobs.
+    """A node with a verdict, and the steps that keep Slurm from giving the node to the next job, or at least to the
+    user's own jobs.
 
-    `failure` is the verdict's. `step`: the first step of the drain ladder that worked (`slurm`, `spool`, `exclusion`),
-    else the last one tried; `outcome` is that step's, null until a step has answered. `answers`: all steps' as JSON.
-    `drained_at`: when the drain was decided; `undrained_at`: when Slurm was first seen to use the node again.
+    `failure`: number of the verdict's failure. `step`: the first step of the drain ladder that succeeded (`slurm`,
+    `spool`, `exclusion`), else the last step tried. `outcome`: outcome of that step, null until a step has one.
+    `answers`: outcomes of all steps, as JSON. `drained_at`: when the drain was decided. `undrained_at`: when Slurm was
+    first seen to use the node again.
     """
 
     __tablename__ = "drains"
@@ -638,8 +651,8 @@ class DrainRow(LedgerTable):
 
 
 class ReplacementRow(LedgerTable):
-    """A node requested in place of `instead`. `node`: the node that came, or is about to. `text`: the latest report on
-    it."""
+    """A request for a node in place of the node `instead`. `node`: the node that came, or is about to come. `text`: the
+    latest report about the request."""
 
     __tablename__ = "replacements"
     __table_args__ = (
@@ -664,8 +677,8 @@ class ReplacementRow(LedgerTable):
 
 
 class EventRow(LedgerTable):
-    """A journal record in words; all but committed iterations have one. `seq` is the record's number, `kind` the name
-    of its entry (`SuspicionCleared` for a `Suspected` that has ended)."""
+    """One journal record as text; every record has one except committed iterations. `seq`: number of the record.
+    `kind`: name of its entry type (`SuspicionCleared` for a `Suspected` entry that ends a suspicion)."""
 
     __tablename__ = "events"
     __table_args__ = (Index(None, "job_id", "at"),)

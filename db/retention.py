@@ -1,10 +1,11 @@
-"""Retention: how long the bulk of a ledger is kept, that is rows of iterations, rank reports, their quantiles and
-scores. Called by `resihp db prune`, and by a job's own writer if `[ledger] keep` is set.
+"""Retention: how long the bulk of a ledger is kept, which is rows of iterations, rank reports, quantiles and scores.
+Called by `resihp db prune`, and by a job's own writer if `[ledger] keep` is set.
 
-Everything else stays: jobs, failures, plans, reconfigurations, events, nodes. A thinned job also keeps the iterations
-that explain it: its first and last one, each one at which a failure began or a plan took over, together with the one
-before it, and, on request, every N-th. A kept row then stands for those removed before it. The account of a job that is
-over is computed from all rows before they are removed, including work that later attempts made useless (`db.settling`).
+All other rows stay: jobs, failures, plans, reconfigurations, events, nodes. A pruned job also keeps the iterations that
+explain it: the first and the last; each iteration at which a failure began or ended or a plan took over, with the
+iteration before it; and, on request, every N-th. A kept row then represents the rows removed before it. The cost
+account of a job that is over is computed before its rows are removed, including work that later attempts made useless
+(`db.settling`).
 """
 
 from __future__ import annotations
@@ -28,19 +29,21 @@ ROWS_PER_PRUNE = 200_000
 
 @dataclass(frozen=True)
 class Pruned:
-    """Number of rows removed from one job."""
+    """Numbers of rows that were removed from one job."""
 
     job: str
     owner: str
     iterations: int
     rank_reports: int
-    """Includes scores and quantiles of ranks."""
+    """Number of removed telemetry rows: rank reports, scores and quantiles."""
 
 
 def prune(url: str, before: datetime, keep_every: int | None = None, *, dry_run: bool = False) -> list[Pruned]:
-    """Remove rows of iterations that finished before a moment; return the jobs that lost rows, or would with `dry_run`.
+    """Remove rows of iterations that finished before the time `before`. Return the jobs that lost rows; with `dry_run`,
+    those that would lose rows.
 
-    Raises UsageError for a `keep_every` below 1, LedgerError if the ledger cannot be written or has another schema.
+    `keep_every`: also keep every N-th iteration. Raises UsageError for a `keep_every` below 1, LedgerError if the
+    ledger cannot be written or has another schema.
     """
     if keep_every is not None and keep_every < 1:
         raise UsageError(
@@ -59,7 +62,7 @@ def prune(url: str, before: datetime, keep_every: int | None = None, *, dry_run:
             query = select(JobRow.id).order_by(JobRow.started_at, JobRow.id)
             changeable = query.with_for_update(
                 read=True, key_share=True
-            )  # PostgreSQL locks only rows that we may change
+            )  # PostgreSQL locks only rows that this user may change
             jobs = connection.execute(changeable).scalars().all()
             connection.rollback()
             pruned_jobs = []
@@ -81,11 +84,11 @@ def prune(url: str, before: datetime, keep_every: int | None = None, *, dry_run:
 
 
 def prune_telemetry(engine: Engine, owner: str, before: datetime) -> int:
-    """Remove some of the telemetry of iterations that finished before a moment, from one of the jobs that `owner`
-    started and this database user may change. At most `ROWS_PER_PRUNE` rows if all its ranks reported; returns how
-    many, 0 if nothing is left to remove. Raises SQLAlchemy's errors."""
+    """Remove some telemetry of iterations that finished before the time `before`, from one job that `owner` started and
+    this database user may change. Removes about `ROWS_PER_PRUNE` rows of each table at most. Return the number of
+    removed rows; 0 if none remain. Raises SQLAlchemy's errors."""
     query = select(JobRow.id, JobRow.nodes * JobRow.gpus_per_node).where(JobRow.owner == owner).order_by(JobRow.id)
-    with engine.begin() as connection:  # locks only rows that we may change, for the time of this query
+    with engine.begin() as connection:  # locks only rows that this user may change, for the time of this query
         jobs = connection.execute(query.with_for_update(read=True, key_share=True)).all()
     for job_id, ranks in jobs:
         with engine.begin() as connection:
@@ -138,7 +141,8 @@ def _is_not_nth(iteration: Any, keep_every: int | None) -> ColumnElement[bool]:
 
 
 def _kept_iterations(job_id: int) -> Select[Any]:
-    """Select the iterations that stay: the first, the last, those of failures and plans, and the ones before these."""
+    """Select the iterations to keep: the first, the last, the iterations of failures and changes of plan, and the ones
+    just before these."""
     parts: list[Select[Any]] = []
     for column in (FailureRow.iteration, FailureRow.ended_iteration, PlanRow.next_iteration):
         of_job = column.class_.job_id == job_id
@@ -154,7 +158,7 @@ def _kept_iterations(job_id: int) -> Select[Any]:
 
 
 def _give_back_space(path: str) -> None:
-    """Shrink SQLite's file, which otherwise keeps its size. Skipped if somebody is reading at the moment."""
+    """Shrink SQLite's file, which otherwise keeps its size. Skipped if another process is reading the file."""
     import sqlite3
     from contextlib import closing, suppress
 

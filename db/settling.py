@@ -1,9 +1,10 @@
-"""Settles jobs that are over: stores their costs, including work that later attempts of their run made useless, in the
-job's row, so that readers need not recompute them from all rows each time (`db.reading.costs.cost_accounts`).
+"""Settles jobs that are over: computes their costs, including work that later attempts of their run made useless, and
+stores them in the job's row. Readers then need not compute them from all rows each time
+(`db.reading.costs.cost_accounts`).
 
-Called by the fold as a job ends, for the job and the attempts before it; by `resihp db import` for runs of the imported
-jobs; and by `resihp db upgrade` and `db prune` for the rest, such as jobs written by an older version. Changes nothing
-but `jobs.account`, and only of jobs that this database user may change.
+Called when the end of a job is recorded, for the job and its earlier attempts; by `resihp db import` for runs of the
+imported jobs; and by `resihp db upgrade` and `db prune` for all other jobs, such as those written by an older version.
+Changes only `jobs.account`, and only of jobs that this database user may change.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _NO_PRIVILEGE = "42501"
 
 
 def settle_earlier(connection: Connection, job_id: int) -> None:
-    """Settle the earlier attempts of a job's run that are over and that the same database user wrote, within the
-    transaction.
+    """Settle earlier attempts of a job's run, within the caller's transaction: those that are over and that the same
+    database user wrote.
 
-    Two kinds are left for readers to compute: attempts whose row another transaction holds, so that two attempts that
-    end at once do not wait for each other; and attempts whose rows, perhaps imported, are inconsistent, since this
-    job's end must be written all the same.
+    Two kinds of attempts are skipped, and computed by readers: attempts whose row another transaction has locked, so
+    that two attempts that end at once do not wait for each other; and attempts with inconsistent rows, for example
+    imported ones, because they must not prevent this job's end from being written.
     """
     own = connection.execute(select(_JOBS.c.run, _JOBS.c.written_by).where(_JOBS.c.id == job_id)).one()
     for row in Reader.within(connection).unsettled(own.run) if own.run else ():
@@ -40,8 +41,9 @@ def settle_earlier(connection: Connection, job_id: int) -> None:
 
 
 def settle_imported(engine: Engine, uuids: Collection[str]) -> None:
-    """Settle these imported jobs and all attempts of their runs that are over and that this database user may change,
-    in one transaction each. Skips the attempts that `settle_earlier` skips. Raises SQLAlchemy's errors."""
+    """Settle the imported jobs with these uuids, and all other attempts of their runs, if they are over and this
+    database user may change them. Each is settled in its own transaction. Skips the attempts that `settle_earlier`
+    skips. Raises SQLAlchemy's errors."""
     with engine.connect() as connection:
         with connection.begin():
             rows = connection.execute(select(_JOBS.c.uuid, _JOBS.c.run).where(_JOBS.c.run != "")).all()
@@ -55,10 +57,10 @@ def settle_imported(engine: Engine, uuids: Collection[str]) -> None:
 
 
 def settle_job(connection: Connection, job_id: int, *, wait: bool = True) -> bool:
-    """Settle one job within the transaction; return whether it is over, may be changed, and, without `wait`, was not
-    locked."""
+    """Settle one job within the caller's transaction. Return False, without a change, if the job is still running, if
+    this database user may not change it, or, without `wait`, if its row is locked."""
     mine = select(_JOBS.c.id).where(_JOBS.c.id == job_id, _JOBS.c.state != "running")
-    mine = mine.with_for_update(skip_locked=not wait)  # PostgreSQL shows only rows that we may change
+    mine = mine.with_for_update(skip_locked=not wait)  # PostgreSQL shows only rows that this user may change
     if connection.execute(mine).first() is None:
         return False
     account = Reader.within(connection).settled(job_id)
@@ -67,8 +69,9 @@ def settle_job(connection: Connection, job_id: int, *, wait: bool = True) -> boo
 
 
 def settle(url: str, tell: Callable[[str], None] = lambda text: None) -> int:
-    """Settle all jobs of the ledger at `url` that are over and that this database user may change, in one transaction
-    each. Returns how many were settled; jobs with inconsistent rows are reported to `tell`. Raises LedgerError."""
+    """Settle all jobs of the ledger at `url` that are over and that this database user may change, each in its own
+    transaction. Return the number of settled jobs. Jobs with inconsistent rows are reported through `tell`. Raises
+    LedgerError."""
     parsed = resolve(url)
     file = file_of(parsed)
     if file is not None and not file.exists():

@@ -1,6 +1,6 @@
-"""Passwords in database URLs: finds them to mask them, to leave them out, and to hide them from the process list.
+"""Passwords in database URLs: finds them, masks or removes them, and hides them from the process list.
 
-All code that shows, keeps or passes on a ledger's URL goes through here. Needs only the standard library, so that
+All code that shows, stores or passes on a ledger's URL uses this module. It needs only the standard library, so that
 `resihp` can hide its arguments before it imports anything slow.
 """
 
@@ -15,24 +15,24 @@ from pathlib import Path
 
 _HOST = r"(?:[^:/@?#\[]*|\[[0-9a-fA-F:.]+\])"
 _NO_PASSWORD = rf"(?:\[|{_HOST}:[0-9]+(?:/[^?@]*)?\?\w+=)"
-"""Start of the text after `://` if it is a host with its port, and any @ is in the query, as in a Kerberos principal:
-`host:5432/ledger?user=alice@SITE.ORG`."""
+"""Matches text after `://` that has no password: a host with its port, and a query that may contain an @, as in a
+Kerberos principal (`host:5432/ledger?user=alice@SITE.ORG`)."""
 _IN_AUTHORITY = re.compile(rf"(?<=://)(?!{_NO_PASSWORD})([^:/@]*):(.*)@", re.DOTALL)
-"""Matches `user:password@` up to the last @: a password with a raw @ in it is masked whole."""
+"""Matches `user:password@` up to the last @, so that a password with an unquoted @ is masked completely."""
 _WITH_PORT = re.compile(rf"[\w+]+://{_HOST}:[0-9]+(?:/[^?@]*)?\?\w+=")
 _IN_QUERY = re.compile(r"([?&])(password|passwd|sslpassword)=([^&]*)", re.IGNORECASE)
 _ONE_AT = re.compile(r"[^@]*@[^@]*", re.DOTALL)
 
 
 def masked(url: str) -> str:
-    """Return `url` for messages: with `***` in place of its password, wherever in the URL it is."""
+    """Return `url` for messages: with `***` in place of its password, wherever in the URL the password is."""
     url = _IN_AUTHORITY.sub(r"\1:***@", url)
     return _IN_QUERY.sub(r"\1\2=***", url)
 
 
 def without_password(url: str) -> str:
-    """Return `url` without its password, so that it can be typed again. Masked instead if the password's end is
-    ambiguous."""
+    """Return `url` without its password, so that the user can type it again. If the end of the password is ambiguous,
+    the password is masked instead."""
     if not _ONE_AT.fullmatch(url) and _IN_AUTHORITY.search(url):
         return masked(url)
     url = _IN_AUTHORITY.sub(r"\1@", url)
@@ -43,9 +43,9 @@ def without_password(url: str) -> str:
 
 
 def with_quoted_query(url: str) -> str:
-    """Return `url` with each raw @ of its query quoted, if only a host and its port precede the query.
+    """Return `url` with each unquoted @ of its query quoted, if only a host and its port precede the query.
 
-    SQLAlchemy would otherwise read the text up to the @ as a user and a password, and the rest as the host.
+    SQLAlchemy would otherwise read the text before the @ as a user and a password, and the rest as the host.
     """
     if not _WITH_PORT.match(url):
         return url
@@ -60,8 +60,8 @@ def has_password(url: str) -> bool:
 def hide_own() -> None:
     """Overwrite passwords in this process's command line, which every user of the machine can read.
 
-    Only the kernel's copy changes; `sys.argv` stays as it was. Words after `--` belong to the user's program and are
-    left alone. Never raises: on a kernel without /proc nobody can read the command line either.
+    Only the kernel's copy changes; `sys.argv` stays unchanged. Words after `--` belong to the user's program and are
+    not changed. Never raises: on a kernel without /proc other users cannot read the command line either.
     """
     if not any(has_password(word) for word in _own_words(sys.argv[1:])):
         return

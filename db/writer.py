@@ -1,9 +1,9 @@
 """The only writer of a job's ledger: takes journal records and telemetry, and writes them in the background.
 
-The supervisor calls `submit` and `telemetry`, which return at once, regardless of the database. A separate thread
-writes in batches, one transaction each, and retries with growing pauses while the database is unavailable. Journal
-records are never dropped: they wait in memory, or, if too many wait, are read again from the journal. Telemetry is
-dropped when its queue is full, and counted. Decides nothing about the job.
+The supervisor calls `submit` and `telemetry`, which return at once, whatever the state of the database. A separate
+thread writes in batches, one transaction each, and retries with growing pauses while the database is unavailable.
+Journal records are never dropped: they wait in memory, or, if too many wait, are read from the journal again. Telemetry
+is dropped if its queue is full; the number of dropped rows is recorded. Decides nothing about the job.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from resihp.record.job_uuid import job_uuid
 
 BATCH_S = 0.2
 SERVER_BATCH_S = (2.0, 5.0)
-"""Seconds between two batches of a job to a server; each batch opens a connection. Drawn at random, since hundreds of
-jobs that begin at once would otherwise write at once forever. `flush` and `close` do not wait for it."""
+"""Seconds between two batches of a job to a server; each batch opens a connection. Drawn at random, because hundreds of
+jobs that start at once would otherwise keep writing at the same moments. `flush` and `close` do not wait for it."""
 MAX_CONNECTED_SHARE = 0.04
-"""Largest share of its time that a job is connected to a server: a server slowed by hundreds of writers is used
-less."""
+"""Largest share of its time for which a job is connected to a server, so that a server slowed down by hundreds of
+writers is used less."""
 MAX_GATHER_S = 30.0
 TELEMETRY_ROWS = 50_000
 RECORDS_IN_MEMORY = 20_000
@@ -50,7 +50,8 @@ _log = logging.getLogger("resihp.ledger")
 
 
 class Ledger:
-    """An open ledger. `submit`, `telemetry` and `close` may be called from any thread."""
+    """The open ledger of one job, with its writer's thread. `submit`, `telemetry` and `close` may be called from any
+    thread."""
 
     def __init__(
         self,
@@ -62,13 +63,13 @@ class Ledger:
         records_in_memory: int = RECORDS_IN_MEMORY,
         keep_s: float | None = None,
     ) -> None:
-        """Use `Ledger.open` instead, which checks and migrates first."""
+        """Do not call this directly: `Ledger.open` checks and migrates the ledger first."""
         self.url = url.render_as_string(hide_password=False)
-        """Absolute, with its password; messages use `name`."""
+        """Absolute URL, with its password. Messages use `name`, in which the password is masked."""
         self.name = masked(url)
         self._url = url
         self._took_s = 0.0
-        """Seconds that the last batches took."""
+        """Seconds that the last series of batches took."""
         self._opened: tuple[int, int] | None = None
         self._lacks_tables = False
         self._say_to = say
@@ -85,7 +86,8 @@ class Ledger:
         self._deadline = float("inf")
         self._failing = False
         self._hopeless = False
-        """Whether the records themselves cannot be written, so that waiting for them is useless."""
+        """Whether the database rejects the waiting records themselves, so that waiting for them to be written is
+        useless."""
         # A daemon, since a hung file system must not keep the process from ending; it reports records that it could not
         # write.
         self._thread = threading.Thread(target=self._write_until_closed, name="ledger", daemon=True)
@@ -102,14 +104,15 @@ class Ledger:
         records_in_memory: int = RECORDS_IN_MEMORY,
         keep_s: float | None = None,
     ) -> Ledger:
-        """Open the ledger at `url` (`sqlite` alone: in the job's folder), and start writing. The ledger is created if
-        missing; a file is upgraded, a server is not (`db.migrate.make_ready`), and a newer ledger is written if it
-        permits that.
+        """Open the ledger at `url` (`sqlite` alone: in the job's folder), and start writing. A missing ledger is
+        created. A file of an older schema is upgraded, a server's ledger is not (`db.migrate.make_ready`). A newer
+        ledger is written if it permits this.
 
-        `say` takes one-line warnings, from the writer's thread; without it they are logged. With `journal_path`,
-        records that pile up while the database is away are read again from there instead of kept in memory. With
-        `keep_s`, older telemetry of the user's jobs is removed once a day (`db.retention.prune_telemetry`). Raises
-        LedgerError of one line, the URL's password masked, if the ledger cannot be written.
+        `say` receives one-line warnings, in the writer's thread; without it they are logged. With `journal_path`,
+        records that accumulate while the database is unavailable are read from the journal again instead of being kept
+        in memory. With `keep_s`, telemetry of the user's jobs that is older than this is removed once a day
+        (`db.retention.prune_telemetry`). Raises LedgerError of one line, with the password masked, if the ledger cannot
+        be written.
         """
         parsed = resolve(url, job_folder)
         prepare_folder(parsed)
@@ -143,27 +146,28 @@ class Ledger:
         self.close()
 
     def submit(self, record: journal.Record) -> None:
-        """Hand over one journal record, in order. Never waits, and never raises an error of the database."""
+        """Queue one journal record; records must come in order. Never waits, and never raises a database error."""
         with self._lock:
             self._records.put(record)
             self._telemetry.note(record.entry)
         self._wake_writer()
 
     def telemetry(self, rows: Iterable[Mapping[str, Any]] | Iterable[report_rows.Report]) -> None:
-        """Hand over rank reports: mappings, or tuples, of iteration, epoch, rank, seconds, compute_seconds.
+        """Queue rank reports: mappings, or tuples, of iteration, epoch, rank, seconds, compute_seconds.
 
-        Reports beyond the queue's capacity are dropped and counted. Tuples cost the caller less.
+        Reports beyond the queue's capacity are dropped and counted. Tuples are cheaper for the caller.
         """
         self._telemetry.put_reports(rows)
         self._wake_writer()
 
     def scores(self, iteration: int, scores: Iterable[tuple[int, float | None, float]]) -> None:
-        """Hand over the detector's scores of ranks after an iteration: rank, level, evidence. Telemetry, too."""
+        """Queue the detector's scores of ranks after an iteration: tuples of rank, level, evidence. Scores are
+        telemetry, too."""
         self._telemetry.put_scores(iteration, scores)
         self._wake_writer()
 
     def _wake_writer(self) -> None:
-        """Wake the writer's thread; make it write at once if half of the queue's capacity is in use."""
+        """Wake the writer's thread. If half of a queue's capacity is in use, make it write at once."""
         with self._lock:
             is_crowded = self._records.is_crowded or self._telemetry.is_crowded
         if is_crowded and not self._failing:
@@ -171,10 +175,10 @@ class Ledger:
         self._wake.set()
 
     def catch_up(self, journal_path: Path) -> None:
-        """Write the journal's records that the ledger lacks, in the background like everything else.
+        """Queue the journal's records that the ledger lacks, to be written in the background like all others.
 
-        Call this before `submit` when a job's journal is taken over: its first record identifies the job. Raises
-        ProtocolError or OSError if the journal cannot be read.
+        If a job's journal is taken over, call this before `submit`: the journal's first record identifies the job.
+        Raises ProtocolError or OSError if the journal cannot be read.
         """
         packed = journal_file.read_packed(journal_path)
         written = self._last_written_of(packed[0]) if packed else 0
@@ -183,7 +187,8 @@ class Ledger:
         self._wake.set()
 
     def _last_written_of(self, first: journal.Record) -> int:
-        """Return the number of the last record that the ledger has of a job; 0 if it cannot be read."""
+        """Return the number of a job's last record in the ledger; 0 if it cannot be read. `first`: the first record of
+        the job's journal."""
         try:
             with Session(self._engine) as session:
                 return last_written_seq(session, first)
@@ -191,7 +196,8 @@ class Ledger:
             return 0
 
     def check_own(self) -> None:
-        """Raise LedgerError if the caught-up job belongs to another database user: retrying would be useless."""
+        """Raise LedgerError if the job belongs to another database user, since retrying would be useless. To be called
+        after `catch_up`."""
         first = self._records.first
         if first is None or not isinstance(first.entry, journal.JobStarted) or file_of(self._url) is not None:
             return
@@ -203,24 +209,27 @@ class Ledger:
 
     @property
     def dropped(self) -> int:
-        """Number of telemetry rows dropped."""
+        """Number of journal records that are queued and not written yet; a lower bound while the journal is being read
+        again."""
         with self._lock:
             return self._telemetry.dropped
 
     @property
     def behind(self) -> int:
-        """Number of journal records handed over and not written yet; a lower bound while they are read again."""
+        """Number of journal records that are queued and not written yet; a lower bound while the journal is being read
+        again."""
         with self._lock:
             return self._records.behind
 
     @property
     def applied(self) -> int:
-        """Number of the last journal record written."""
+        """Number of the last journal record that was written."""
         with self._lock:
             return self._records.applied
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until everything handed over so far is written; return False if it was not in time."""
+        """Wait until everything that was queued so far is written; return False if this takes longer than
+        `timeout_s`."""
         self._hurry.set()
         self._wake.set()
         with self._lock:
@@ -232,8 +241,8 @@ class Ledger:
         return self._records.applied >= seq and self._telemetry.is_empty
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Write the waiting records, for at most `timeout_s`, and stop; return False if some were left (the journal has
-        them)."""
+        """Write the queued records, for at most `timeout_s`, and stop. Return False if some were not written; they are
+        still in the journal."""
         self._deadline = time.monotonic() + timeout_s
         self._closing.set()
         self._hurry.set()
@@ -269,7 +278,7 @@ class Ledger:
         reported: set[str] = set()
         while True:
             self._wake.wait()
-            self._pause_up_to(self._gather_s())  # let a batch gather, unless somebody waits for it
+            self._pause_up_to(self._gather_s())  # let a batch gather, unless a caller waits for it
             self._wake.clear()
             began = time.monotonic()
             try:
@@ -319,8 +328,8 @@ class Ledger:
             self._hurry.clear()
 
     def _recreate_if_removed(self) -> None:
-        """Recreate the ledger if somebody removed or replaced the file, or dropped the tables: SQLite would go on
-        writing to a file that nobody can open any more. Raises LedgerError."""
+        """Recreate the ledger if its file was removed or replaced, or if its tables were dropped: SQLite would
+        otherwise continue to write to a file that can no longer be opened. Raises LedgerError."""
         was_replaced = self._opened is not None and _identity(self._url) != self._opened
         if not (was_replaced or self._lacks_tables):
             return
@@ -336,7 +345,8 @@ class Ledger:
             )
 
     def _write_batch(self) -> bool:
-        """Write one batch; return True if more may wait. Raises the database's errors; nothing is forgotten then."""
+        """Write one batch; return True if more may be queued. Raises the database's errors; the queues then keep
+        everything."""
         with self._lock:
             first = self._records.first
         self._telemetry.condense(first)
@@ -375,7 +385,7 @@ class Ledger:
         return more
 
     def _has_more(self) -> bool:
-        """Decide whether something waits. The caller holds the lock."""
+        """Decide whether any records or telemetry are queued. The caller must have acquired the lock."""
         if self._records.is_read_again or len(self._records) > 0:
             return True
         return not self._telemetry.is_empty or self._telemetry.dropped != self._telemetry.dropped_written
@@ -388,7 +398,7 @@ class Ledger:
 
 
 def _identity(url: URL) -> tuple[int, int] | None:
-    """Return device and inode of SQLite's present file; None for a server, or if there is none."""
+    """Return device and inode of SQLite's current file; None for a server, or if the file does not exist."""
     file = file_of(url)
     try:
         status = None if file is None else file.stat()

@@ -1,8 +1,8 @@
-"""The interface to Slurm: the questions that can be asked, and the form of the answers. `slurm.commands` implements it.
+"""The interface to Slurm: queries and orders, and the form of the answers. `slurm.commands` implements it.
 
-Synchronous, each call with a timeout; called from threads. Every method raises SlurmUnavailableError if there is no
-answer, SlurmRefusedError if the answer is no, SlurmOutputError if it cannot be read. Callers treat no answer as
-*unknown*: never as a verdict about a node, and never as "it did not happen".
+Calls are synchronous, have a timeout, and are made from threads. Every method raises SlurmUnavailableError if there is
+no answer, SlurmRefusedError if Slurm refuses, and SlurmOutputError if the answer cannot be parsed. Callers treat a
+missing answer as *unknown*: it is neither a verdict about a node, nor a proof that an order was not carried out.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import msgspec
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     """A node as Slurm sees it.
 
-    `state` is the base state in lower case (`idle`, `allocated`, `mixed`, `down`, `unknown`, ...), `flags` are the
-    words joined to it with plus signs, in lower case (`drain`, `not_responding`, `completing`, ...). `reason_by` is the
-    user who set `reason`. Numbers are 0 where they cannot be read. `unreadable` describes what could not be read if
-    that includes the state: then only the node's name is known, and nothing is done to it.
+    `state` is the base state in lower case (`idle`, `allocated`, `mixed`, `down`, `unknown`, ...). `flags` are the
+    words that Slurm appends to the state with plus signs, in lower case (`drain`, `not_responding`, `completing`, ...).
+    `reason_by` is the user who set `reason`. Numbers are 0 where they cannot be parsed. `unreadable`: description of
+    the part of the row that cannot be parsed, if this includes the state; then only the node's name is known, and
+    nothing is done to the node.
     """
 
     name: str
@@ -41,13 +42,14 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def instance_gone(self) -> bool:
-        """Whether the cloud instance under this name is gone or going, regardless of whether another one comes up."""
+        """Whether the cloud instance with this name is powered down or about to be, even if another instance will get
+        the name."""
         powered = {"power_down", "powering_down", "powered_down", "powering_up"}
         return "cloud" in self.flags and bool(self.flags & powered)
 
     @property
     def usable(self) -> bool:
-        """Whether Slurm would start work there."""
+        """Whether Slurm would start work on this node."""
         return self.state in ("idle", "allocated", "mixed") and not self.flags & {"drain", "not_responding", "fail"}
 
 
@@ -58,18 +60,18 @@ ENDED_STATES = frozenset(
     }
 )
 """States of jobs that are over; `revoked`: another cluster of a federation runs the job. In every other state of Slurm
-22.05 to 26.05 a job holds nodes (completing, resizing, running, signaling, stage_out, stopped, suspended) or will hold
-some once it starts, is requeued or released (configuring, expediting, pending, requeue_fed, requeue_hold, requeued,
-resv_del_hold, special_exit). A state that only a later Slurm has does not count as an end."""
+22.05 to 26.05, a job either holds nodes (completing, resizing, running, signaling, stage_out, stopped, suspended) or
+will hold nodes once it starts, is requeued or released (configuring, expediting, pending, requeue_fed, requeue_hold,
+requeued, resv_del_hold, special_exit). A state that only a later Slurm has does not count as over."""
 
 
 class JobView(msgspec.Struct, frozen=True, kw_only=True):
     """A job as Slurm sees it. `state` is in lower case (`pending`, `running`, `completing`, `preempted`, ...).
 
-    `seconds_left` until its time limit; None without one. `why` is Slurm's reason for the state. `preempted`: another
-    job takes its place, at once or after a grace time; false once the job runs again. `submitted_at`: UTC, seconds
-    since 1970, None if Slurm does not report it; for a requeued job, the time of the requeue. `element` is its name as
-    an array element, `12_3`, regardless of the id that was asked for; empty for other jobs.
+    `why`: Slurm's reason for the state. `seconds_left`: until the time limit, None without a limit. `preempted`:
+    another job takes this job's nodes, at once or after a grace time; false once the job runs again. `submitted_at`:
+    UTC, seconds since 1970, None if Slurm does not report it; for a requeued job, the time of the requeue. `element`:
+    the job's name as an array element, such as `12_3`, whichever id was queried; empty for other jobs.
     """
 
     id: str
@@ -88,7 +90,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def active(self) -> bool:
-        """Whether the job holds nodes, or will."""
+        """Whether the job holds nodes, or will hold some later."""
         return self.state not in ENDED_STATES
 
 
@@ -101,12 +103,12 @@ class Gres(msgspec.Struct, frozen=True):
 
 
 class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts of a job's request to Slurm that describe its nodes. Empty strings: not specified.
+    """The parts of a job's request to Slurm that describe its nodes. Empty strings mean not specified.
 
-    `exclusive` is how nodes are allocated whole: `node`, or per `user`, `mcs` label or `topo` segment; empty if not at
-    all. `gres` are per node, `gres_in_total` for the job, its tasks or sockets. `memory_mb` is one node's share, 0 if
-    no limit was set or all memory was requested; `memory_per_gpu_mb` was requested instead of it. `licenses` are those
-    of the whole job.
+    `exclusive`: how whole nodes are allocated: `node`, or per `user`, `mcs` label or `topo` segment; empty if nodes are
+    not allocated whole. `gres`: generic resources per node; `gres_in_total`: those requested for the job, its tasks or
+    its sockets. `memory_mb`: one node's share; 0 if no limit was set, if all memory was requested, or if
+    `memory_per_gpu_mb` was requested instead. `licenses`: licenses of the whole job.
     """
 
     partition: str = ""
@@ -128,7 +130,7 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Slurm(Protocol):
-    """Questions and orders that resihp has for Slurm."""
+    """Queries and orders that resihp sends to Slurm."""
 
     def version(self) -> tuple[int, int, int]: ...
 
@@ -136,75 +138,78 @@ class Slurm(Protocol):
         """Return the cluster's name."""
 
     def nodes(self, names: Sequence[str]) -> Mapping[str, NodeView]:
-        """Return these nodes; a node that Slurm does not know is left out."""
+        """Return the views of these nodes, by name. Unknown nodes are omitted."""
 
     def drained(self) -> Mapping[str, NodeView]:
         """Return all nodes of the cluster that are drained or draining."""
 
     def job(self, job_id: str) -> JobView | None:
-        """Return one job, pending, running or recently ended; None if Slurm does not know it."""
+        """Return a job that is pending, running or recently ended; None if Slurm does not know it."""
 
     def jobs(self, job_ids: Iterable[str]) -> Mapping[str, JobView]:
-        """Return several jobs in one call; jobs that Slurm does not know are left out."""
+        """Return several jobs in one call, by id. Unknown jobs are omitted."""
 
     def request(self, job_id: str) -> JobRequest:
-        """Return the resources that a running job requested when it was submitted. Refused for a job that Slurm does
-        not know."""
+        """Return the resources that a running job requested at its submission. Raises SlurmRefusedError for an unknown
+        job."""
 
     def gpus(self, job_id: str) -> Mapping[str, int]:
-        """Return the number of GPUs that a running job has on each of its nodes. Nodes without GPUs are left out."""
+        """Return the number of GPUs that a running job has on each of its nodes. Nodes without GPUs are omitted."""
 
     def batch_script(self, job_id: str) -> str:
-        """Return the batch script of one's own job (scontrol write batch_script). Refused for a job without one."""
+        """Return the batch script of a job of this user (scontrol write batch_script). Raises SlurmRefusedError for a
+        job without one."""
 
     def expand(self, nodelist: str) -> tuple[str, ...]:
-        """Expand a node list such as `n[1-3,7]` into names, in its order. Does not need the controller."""
+        """Expand a node list such as `n[1-3,7]` into names, in order. Works without the controller."""
 
     def drain(self, node: str, reason: str) -> None:
-        """Set State=DRAIN. Requires an operator's rights."""
+        """Set State=DRAIN. Requires operator rights."""
 
     def undrain(self, node: str) -> None:
-        """Set State=UNDRAIN: a node that is down stays down. Requires an operator's rights.
+        """Set State=UNDRAIN. A node that is down stays down. Requires operator rights.
 
-        Until its slurmd has answered, the node is `not_responding`.
+        The node is `not_responding` until its slurmd has answered.
         """
 
     def keep_nodes(self, job_id: str, keep: Sequence[str]) -> None:
-        """Give back to Slurm all nodes of one's own running job except these."""
+        """Return all nodes of a running job of this user to Slurm, except for the nodes in `keep`."""
 
     def submit(self, script: Path, options: Sequence[str] = ()) -> str:
-        """Submit with sbatch; return the job's id."""
+        """Submit a batch script with sbatch; return the job's id."""
 
     def requeue(self, job_id: str) -> None:
-        """Requeue one's own job. A job that is pending already stays as it is."""
+        """Requeue a job of this user. A pending job stays pending."""
 
     def cancel(self, job_id: str) -> None: ...
 
     def runs_again(self, job_id: str) -> bool:
-        """Decide whether Slurm will requeue one's own job by itself if its batch script ends now.
+        """Decide whether Slurm itself will requeue a job of this user if its batch script ends now.
 
-        It does for a job that it preempts, on releases where requesting a requeue would do harm (`slurm.releases`).
+        True for a job that is being preempted, on releases where an additional request to requeue would do harm
+        (`slurm.releases`).
         """
 
     def end_for_good(self, job_id: str) -> None:
-        """Make sure that one's own job, about to end, is not requeued because of its exit code.
+        """Make sure that a job of this user, which is about to end, is not requeued because of its exit code.
 
-        Only a job with an expedited requeue would be; for others nothing changes.
+        Changes only jobs with an expedited requeue; other jobs would not be requeued for that.
         """
 
     def comment(self, job_id: str, text: str) -> None:
-        """Set the comment of one's own job, as composed by `commented`. Refused for a job that is ending or has
-        ended."""
+        """Set the comment of a job of this user, to a text made by `commented`. Raises SlurmRefusedError for a job that
+        is ending or has ended."""
 
 
 PREFIX = "resihp: "
-"""Start of every reason that we give a node, and of our part of a job's comment; it identifies them as ours."""
+"""Start of every reason that resihp gives a node, and of its part of a job's comment; it identifies them as
+resihp's."""
 MAX_REASON = 160
 
 
 def sanitised(reason: str) -> str:
-    """Return one line of printable text for Slurm, with our prefix and bounded in length: reasons end up in logs and
-    tools."""
+    """Return `reason` as one line of printable text for Slurm, with `PREFIX`, and at most `MAX_REASON` characters long:
+    reasons end up in logs and other tools."""
     text = " ".join("".join(c if c.isprintable() and c not in "\"'`$\\|;<>" else " " for c in reason).split())
     return PREFIX + text.removeprefix(PREFIX.strip()).strip()[: MAX_REASON - len(PREFIX)]
 
@@ -213,6 +218,6 @@ _OURS = re.compile(rf"(?:^| \| ){re.escape(PREFIX)}[^|]*$")
 
 
 def commented(theirs: str, text: str) -> str:
-    """Return a job's new comment: text written by others stays, and ours, sanitised, is appended."""
+    """Return a job's new comment: the text that others wrote, followed by `text` after `sanitised`."""
     kept = _OURS.sub("", theirs)
     return f"{kept} | {sanitised(text)}" if kept else sanitised(text)

@@ -1,6 +1,6 @@
-"""One call of one of Slurm's commands: started without a shell, limited in time, its output bounded in size.
+"""One call of one Slurm command: without a shell, with a time limit, and with a limit on its output.
 
-Decides which of our environment variables a command sees, and which failures count as no answer. Never interprets an
+Decides which environment variables a command receives, and which failures count as no answer. Never interprets an
 answer. Called by `slurm.commands` and other modules of this package.
 """
 
@@ -21,20 +21,21 @@ import msgspec
 from slurm.errors import SlurmOutputError, SlurmUnavailableError
 
 LIMIT_BYTES = 64 << 20
-"""Limit on one command's output, above the needs of the largest cluster. Slurm prints some 200 bytes per node."""
+"""Limit on one command's output; the largest clusters need less. Slurm prints about 200 bytes per node."""
 REAP_S = 1.0
-"""Seconds that a killed command may take to exit. One that hangs in a file system does not exit; it is left behind."""
+"""Seconds that a killed command may take to exit. A command that hangs in a file system does not exit, and is
+abandoned."""
 
 _SLURM_PREFIXES = ("SLURM", "SBATCH", "SALLOC", "SRUN", "SQUEUE", "SINFO", "SCONTROL", "SCANCEL", "SACCT")
 _CONNECTION = ("SLURM_CONF", "SLURM_JWT", "SLURM_SACK_SOCKET")
-"""Variables that locate the controller and authenticate us."""
+"""Variables that locate the controller and authenticate this user."""
 _OUR_FOLDER = str(Path(os.path.abspath(__file__)).parents[1])
 """Folder from which resihp is imported."""
 _ACCOUNTING_CHOICES = ("SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION")
 
 
 class CompletedCall(msgspec.Struct, frozen=True):
-    """Result of one command. `status` is its exit status, negative for the signal that ended it."""
+    """Result of one command. `status`: its exit status, negative for the signal that ended it."""
 
     status: int
     output: bytes
@@ -43,24 +44,25 @@ class CompletedCall(msgspec.Struct, frozen=True):
 
 
 def own_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for resihp's own processes. PYTHONPATH contains at most the folder of resihp, where `pip
-    install --target` has put it and its dependencies: modules in the user's folders could shadow ours."""
+    """Return the environment for processes of resihp. PYTHONPATH contains only the folder of resihp, and only if it was
+    in PYTHONPATH before (`pip install --target` puts resihp and its dependencies there): modules in other folders of
+    the user could shadow resihp's."""
     kept = {key: value for key, value in base.items() if key != "PYTHONPATH"}
     entries = [os.path.abspath(entry) for entry in base.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return kept | ({"PYTHONPATH": _OUR_FOLDER} if _OUR_FOLDER in entries else {})
 
 
 def query_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for commands whose output we parse, without variables that change formats, filter jobs or
+    """Return the environment for commands whose output is parsed, without variables that change formats, filter jobs or
     select another cluster."""
     kept = {key: value for key, value in base.items() if not key.startswith(_SLURM_PREFIXES) or key in _CONNECTION}
     return {**kept, "LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
 
 
 def submit_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for sbatch, which the new job inherits, without variables that describe our own job.
+    """Return the environment for sbatch, which the new job inherits, without variables that describe the current job.
 
-    The user's choice of account, partition, QOS and reservation stays, as with any other sbatch.
+    The user's choice of account, partition, QOS and reservation is kept, as with any other call of sbatch.
     """
     allowed = (*_CONNECTION, *_ACCOUNTING_CHOICES)
     return {key: value for key, value in base.items() if not key.startswith(_SLURM_PREFIXES) or key in allowed}
@@ -74,10 +76,10 @@ def call(
     folder: Path | None = None,
     limit_bytes: int = LIMIT_BYTES,
 ) -> CompletedCall:
-    """Run a command (`argv[0]` by name or path) to its end.
+    """Run a command until it exits; `argv[0]` is a name or a path.
 
-    Raises SlurmUnavailableError if the command is missing or not done in time, SlurmOutputError if its output is too
-    large.
+    Raises SlurmUnavailableError if the command is missing or exceeds `timeout_s`, SlurmOutputError if its output
+    exceeds `limit_bytes`.
     """
     name = Path(argv[0]).name
     program = shutil.which(argv[0], path=environment.get("PATH", os.defpath))
@@ -103,7 +105,7 @@ def call(
 
 
 def _read(process: subprocess.Popen[bytes], name: str, timeout_s: float, limit_bytes: int) -> tuple[bytes, bytes]:
-    """Read both outputs to their ends, and wait for the exit."""
+    """Read standard output and standard error to their ends, and wait for the exit."""
     deadline = time.monotonic() + timeout_s
     late = SlurmUnavailableError(f"slurm: {name} gave no answer within {timeout_s:g} s; try: scontrol ping")
     assert process.stdout is not None
@@ -134,7 +136,7 @@ def _read(process: subprocess.Popen[bytes], name: str, timeout_s: float, limit_b
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a command that is not done, with all processes that it started."""
+    """Kill a command that has not exited, with all processes that it started."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,12 +1,12 @@
 """Slurm through its own commands: `CommandLine` implements `slurm.client.Slurm` on a real cluster.
 
-Decides how each question is put, and what a failed command means: no answer, a refusal, or a refusal because of the
-caller's rights. Slurm prints its reasons as sentences, so this module recognises sentences; an unknown one counts as a
-refusal and is quoted. Never retries, caches or limits anything: `slurm.rate_limited` does. Names and ids are checked
-before they reach a command line, and nothing ever goes through a shell.
+Decides which command carries out a query or order, and whether a failed command means no answer, a refusal, or a
+refusal because of the caller's rights. Slurm prints its reasons as sentences, so this module matches sentences; an
+unknown sentence counts as a refusal and is quoted. Never retries, caches or limits calls: `slurm.rate_limited` does.
+Names and ids are checked before they are put on a command line, and no shell is used.
 
-Measured with Slurm 22.05.8, 24.11.5 and 26.05.5; fields are requested by name, so other versions since 20.11 should
-answer alike.
+Measured with Slurm 22.05.8, 24.11.5 and 26.05.5. Fields are requested by name, so other versions since 20.11 should
+give the same answers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TIMEOUT_S = 10.0
 COMMENT_TIMEOUT_S = 5.0
 """Shorter than TIMEOUT_S: the comment is only for people to read, and nothing should wait longer for it."""
 MAX_NAMES_PER_CALL = 1000
-"""Number of nodes or jobs that one command line names; the kernel allows 128 KiB for each argument."""
+"""Limit on the nodes or jobs on one command line; the kernel allows 128 KiB for each argument."""
 
 _NO_ANSWER = (
     "unable to contact slurm controller",
@@ -49,7 +49,7 @@ _NO_ANSWER = (
     "temporarily unable",
     "temporarily unavailable",
     "standby mode",
-    # From munge, or between clusters: the controller has not looked at who asks.
+    # From munge, or between clusters: the controller has not checked the caller's rights.
     "munge encode failed",
     "protocol authentication error",
     "invalid authentication credential",
@@ -64,7 +64,7 @@ _UNKNOWN_JOB = "invalid job id specified"
 class CommandLine:
     """Slurm's commands. Safe to use from several threads.
 
-    `bin`: folder to take the commands from instead of PATH. `environment`: used instead of this process's.
+    `bin`: folder of the commands, instead of PATH. `environment`: replaces this process's environment.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class CommandLine:
         options = ["-h", "-N", "--all", "--noconvert", "-t", "drain", "-O", parse.NODE_FORMAT]
         views_by_name = parse.nodes(self._ask("slurm", "sinfo", *options))
         for view in views_by_name.values():
-            if view.unreadable:  # it is draining, but we cannot read on whose behalf
+            if view.unreadable:  # it is draining, but the reason and its author cannot be parsed
                 raise SlurmOutputError(view.unreadable)
         return {name: view for name, view in views_by_name.items() if view.draining}
 
@@ -118,7 +118,7 @@ class CommandLine:
             options = ["-h", "--all", "-t", "all", "-j", ",".join(some), "-O", parse.JOB_FORMAT]
             answer = self._call("squeue", *options)
             if answer.status != 0 and _UNKNOWN_JOB in answer.complaint.lower():
-                # Only when a single job is asked for; of several, unknown jobs are left out.
+                # squeue fails only if it is queried for a single unknown job; among several, it omits unknown jobs.
                 continue
             for ids, view, nodelist in parse.jobs(self._checked(answer, "slurm", "squeue")):
                 for job_id in ids.intersection(some):
@@ -203,7 +203,7 @@ class CommandLine:
             own = ["-nP", "show", "qos", f"name={preempted.qos}", "format=preemptmode"]
             qos_mode = parse.qos_mode(self._ask("slurm", "sacctmgr", *own))
             mode = mode if qos_mode == "cluster" else qos_mode
-        # Slurm holds a job that it has started this often.
+        # Slurm holds a job that it has started this many times.
         most = settings.get("MaxBatchRequeue", "")
         return "requeue" in mode.lower().split(",") and most.isdigit() and preempted.tries < int(most)
 
@@ -235,7 +235,7 @@ class CommandLine:
         return names
 
     def _ask(self, subject: str, *argv: str) -> bytes:
-        """Return the output of a command that has to succeed. `subject` begins the message if it does not."""
+        """Return the output of a command. Raises SlurmError if it fails, with a message that begins with `subject`."""
         return self._checked(self._call(*argv), subject, argv[0])
 
     def _call(
@@ -266,7 +266,7 @@ class CommandLine:
 
 
 def failure(subject: str, command: str, complaint: str) -> SlurmOutputError | SlurmRefusedError | SlurmUnavailableError:
-    """Return the error that a command's complaint stands for."""
+    """Return the error that corresponds to a failed command's standard error."""
     lowered = complaint.lower()
     # Some complaints begin with the command's name, some do not.
     text = f"{subject}: {command}: {_SPEAKER.sub('', complaint)[:300]}"

@@ -1,5 +1,5 @@
-"""Errors of calls to Slurm. "Refused" is an answer; "unavailable" is none, and the change requested may have
-happened."""
+"""Errors of calls to Slurm. "Refused" means that Slurm answered; "unavailable" means that it did not, so that a
+requested change may have been made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SlurmUnavailableError(SlurmError):
 
 
 class SlurmRefusedError(SlurmError):
-    """Slurm refused. `permission`: because of the caller's rights."""
+    """Slurm refused a query or order. `permission`: because of the caller's rights."""
 
     def __init__(self, text: str, *, permission: bool = False) -> None:
         super().__init__(text)
@@ -23,8 +23,8 @@ class SlurmRefusedError(SlurmError):
 
 
 class SlurmOutputError(SlurmError):
-    """Slurm's output differs from its documentation: malformed or cut off."""
+    """Slurm's output is malformed or cut off."""
 
 
 class SlurmUsageError(UsageError):
-    """The user requested something that Slurm cannot do; the message names the command that fixes it."""
+    """The user requested something that Slurm cannot do. The message contains the remedy."""

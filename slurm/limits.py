@@ -1,8 +1,8 @@
-"""Limits that accounting sets on a job: of the user's association, of the accounts above it, and of a QOS.
+"""Limits that accounting sets on a job: those of the user's association, of the accounts above it, and of a QOS.
 
-sbatch accepts a job that exceeds most of them, even with --test-only. The job then waits forever, and squeue shows the
-reason: AssocGrpGRES, QOSMaxNodePerJobLimit and the like. Pure: reads the output of sacctmgr and returns limits. Called
-by `slurm.survey`, which runs sacctmgr.
+sbatch accepts a job that exceeds most of these limits, even with --test-only. The job then waits forever, and squeue
+shows the reason: AssocGrpGRES, QOSMaxNodePerJobLimit and similar. Pure: parses the output of sacctmgr. Called by
+`slurm.survey`, which runs sacctmgr.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ Per = Literal["job", "user", "group"]
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
-    """One limit: `whose` is its holder, `most` the maximum of `kind` (time is in seconds, of one job).
+    """One limit. `whose`: the user, account or QOS that has the limit. `most`: the maximum of `kind` (for `time`,
+    seconds for each job).
 
-    `per` says whether it bounds each job, each user, or all of the group's jobs together. `setting` is sacctmgr's name
-    and value for it.
+    `per`: whether the limit applies to each job, to each user, or to all jobs of the group together. `setting`:
+    sacctmgr's name and value of the limit.
     """
 
     whose: str
@@ -33,9 +34,9 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """All limits on a user's next job in an account with a QOS. The names are empty where there is none.
+    """All limits on a user's next job in an account with a QOS. The names are empty if there is none.
 
-    `unseen` is the first account up the tree that this user may not see; empty if all are visible.
+    `unseen`: the first account up the tree that this user may not see; empty if all are visible.
     """
 
     account: str
@@ -45,14 +46,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Association(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of `sacctmgr show assoc`: of an account (`user` is empty), or of a user in an account."""
+    """One row of `sacctmgr show assoc`, about an account (`user` is empty), or about a user in an account."""
 
     account: str
     parent: str
     user: str
     partition: str
     qos: str
-    """QOS of a job that requests none; empty where the cluster's default applies."""
+    """QOS of a job that requests none; empty if the cluster's default applies."""
     limits: tuple[Limit, ...]
 
 
@@ -83,7 +84,7 @@ QOS_FORMAT = ",".join(("name", *_LIMITS_OF_QOS))
 """Fields for `sacctmgr -nP show qos format=`."""
 
 _KIND_OF_RESOURCE: dict[str, Kind] = {"node": "nodes", "gres/gpu": "gpus", "cpu": "cpus"}
-"""Countable resources that our jobs request; others, such as gres/gpu:a100, are ignored."""
+"""Countable resources that jobs of resihp request. Others, such as gres/gpu:a100, are ignored."""
 _TRES = re.compile(r"([a-z][^=,]*)=([0-9][0-9.]*[A-Z]?)", re.ASCII)
 _WALL = re.compile(r"(?:([0-9]+)-)?([0-9]+):([0-9]{2}):([0-9]{2})", re.ASCII)
 
@@ -96,7 +97,7 @@ def associations(output: bytes) -> list[Association]:
         holder = f"user {user} in account {account}" if user else f"account {account}"
         limits = _limits(holder, _LIMITS_OF_ASSOCIATION, fields[len(_ASSOCIATION) :])
         if not user:
-            # An account's maxima apply to each of its users, whose own rows repeat them.
+            # An account's maxima apply to each of its users, and are repeated in the users' own rows.
             limits = tuple(limit for limit in limits if limit.per == "group")
         rows.append(Association(account=account, parent=parent, user=user, partition=partition, qos=qos, limits=limits))
     return rows

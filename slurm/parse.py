@@ -1,8 +1,7 @@
 """Parser for the output of Slurm's commands: bytes in, views out. Pure.
 
-Decides whether an answer is well formed; for any other answer it raises SlurmOutputError and never another exception.
-Fields are requested by name (`NODE_FORMAT`, `JOB_FORMAT`); `fields` beside it splits the answer into them. Called by
-`slurm.commands`.
+Decides whether an answer is well-formed; raises SlurmOutputError, and no other exception, if it is not. Fields are
+requested by name (`NODE_FORMAT`, `JOB_FORMAT`); `slurm.fields` splits the answer into them. Called by `slurm.commands`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _REQUEST_FIELDS = (
     *("Container", "OverSubscribe", "Exclusive", "tres-per-node", "tres-per-job", "tres-per-task", "tres-per-socket"),
     *("MinMemory", "mem-per-tres", "MinTmpDisk", "tres-alloc"),
 )
-"""`Exclusive` exists since 25.11; squeue prints nothing in place of a field that it does not know."""
+"""`Exclusive` exists since 25.11. squeue prints an empty text in place of a field that it does not know."""
 
 
 NODE_FORMAT = format_of(_NODE_FIELDS)
@@ -53,14 +52,14 @@ PREEMPTION_FORMAT = format_of(_PREEMPTION_FIELDS)
 
 _NODE_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252}[A-Za-z0-9_])?", re.ASCII)
 JOB_ID = re.compile(r"[0-9]{1,10}(?:[_+][0-9]{1,10})?", re.ASCII)
-"""A job's number; `_` introduces an element of an array, `+` a component of a heterogeneous job."""
+"""A job's number. `_` precedes the index of an array element, `+` the number of a component of a heterogeneous job."""
 _BLANKS = re.compile(r"\s*,\s*")
 NODE_LIST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._,\[\]-]*[A-Za-z0-9_\]])?", re.ASCII)
 
 _STATE = re.compile(r"[a-z_]+", re.ASCII)
 _CLOCK = re.compile(r"(?:([0-9]{1,6})-)?(?:([0-9]{1,6}):)?([0-9]{1,6}):([0-9]{2})", re.ASCII)
 _GPUS = re.compile(r"gpu(?::[^:(),]+)??(?::no_consume)?(?::([0-9]{1,6})([KMG]?))?(?:\([^()]*\))?", re.ASCII)
-"""`gpu:8`, `gpu:h100:8(S:0-1)`, `gpu:a100:no_consume:4`, as gres.conf allows them."""
+"""Matches `gpu:8`, `gpu:h100:8(S:0-1)` or `gpu:a100:no_consume:4`, which gres.conf permits."""
 _MULTIPLES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _GRES = re.compile(r"gres[:/]([A-Za-z0-9_-]+)(?:[:=]([A-Za-z0-9_.-]+?))??(?:[:=]([0-9]{1,6}))?", re.ASCII)
 _MEMORY = re.compile(r"([0-9]{1,15}(?:\.[0-9]+)?)([KMGTP]?)", re.ASCII)
@@ -68,7 +67,8 @@ _NODES_GRES = re.compile(r"\s+Nodes=(\S+) CPU_IDs=\S* Mem=\S* GRES(?:_IDX)?=(\S*
 _VERSION = re.compile(
     r"\bslurm(?:[-_ ][A-Za-z][A-Za-z0-9_]*)*[-_ ]v?([0-9]{1,4})\.([0-9]{1,4})(?:\.([0-9]{1,4}))?(?![0-9])", re.ASCII
 )
-"""`slurm 24.11.3`, `slurm-wlm 22.05.8`, `slurm-23.02.7`, `slurm 25.11`, each with any suffix that a site appends."""
+"""Matches `slurm 24.11.3`, `slurm-wlm 22.05.8`, `slurm-23.02.7` or `slurm 25.11`, also with a suffix that a site
+appends."""
 _CLUSTER = re.compile(r"^ClusterName\s*=\s*(\S+)\s*$", re.MULTILINE)
 _SETTING = re.compile(r"^([A-Za-z][\w/]*) *= ?(.*?) *$", re.MULTILINE)
 _PARTITION_MODE = re.compile(r" PreemptMode=(\S+) ", re.ASCII)
@@ -78,20 +78,20 @@ _SUBMITTED = re.compile(r"([0-9]{1,10})(?:;[A-Za-z0-9._-]+)?", re.ASCII)
 
 
 def is_node(name: str) -> bool:
-    """Decide whether a name can be that of a node. ALL cannot: to Slurm's commands it means the whole cluster."""
+    """Decide whether `name` may be a node's name. ALL may not: to Slurm's commands it means the whole cluster."""
     return _NODE_NAME.fullmatch(name) is not None and name.lower() != "all"
 
 
 def node_list(text: str) -> str:
-    """Return a list of nodes as Slurm writes it: people put blanks after commas, and Slurm accepts them."""
+    """Return a list of nodes without blanks after its commas, which Slurm accepts but does not print."""
     return _BLANKS.sub(",", text.strip())
 
 
 def nodes(output: bytes) -> dict[str, NodeView]:
     """Return views by node name from `sinfo -h -N -O NODE_FORMAT`. A node in two partitions has two equal rows.
 
-    An unreadable row does not affect the others: its node becomes `unreadable`, and a row without a node name is
-    dropped. Raises SlurmOutputError if no row can be read.
+    A row that cannot be parsed does not affect the others: its node becomes `unreadable`, or is omitted if the row has
+    no node name. Raises SlurmOutputError if no row can be parsed.
     """
     views: dict[str, NodeView] = {}
     unknown: dict[str, NodeView] = {}
@@ -111,7 +111,7 @@ def nodes(output: bytes) -> dict[str, NodeView]:
 
 
 def _node(fields: list[str]) -> NodeView:
-    """Parse one row of `sinfo`. Raises SlurmOutputError if its width, name or state cannot be read."""
+    """Parse one row of `sinfo`. Raises SlurmOutputError if its number of fields, name or state is invalid."""
     if len(fields) != len(_NODE_FIELDS):
         raise wrong_width("sinfo", fields, len(_NODE_FIELDS))
     name, state, reason, by, address, cpus, memory, gres = fields
@@ -134,7 +134,7 @@ def _node(fields: list[str]) -> NodeView:
 
 
 def _readable_gpus(gres: str) -> int:
-    """Return the number of GPUs in a list of generic resources; 0 if it cannot be read."""
+    """Return the number of GPUs in a list of generic resources; 0 if it cannot be parsed."""
     try:
         return gpus(gres)
     except SlurmOutputError:
@@ -142,7 +142,7 @@ def _readable_gpus(gres: str) -> int:
 
 
 def jobs(output: bytes) -> list[tuple[frozenset[str], JobView, str]]:
-    """Parse `squeue -h -O JOB_FORMAT`: for each job all its ids, its view without nodes, and its node list."""
+    """Parse `squeue -h -O JOB_FORMAT`. Return for each job all its ids, its view (without nodes), and its node list."""
     parsed_jobs = []
     for fields in read_records(output, len(_JOB_FIELDS), "squeue"):
         number, in_array, user, state, nodelist, host, why, restarts, time_left, preempted, submitted, comment, name = (
@@ -177,7 +177,8 @@ _SHARING = ("NO", "OK", "YES", "USER", "MCS", "TOPO")
 
 
 def request(output: bytes, job_id: str) -> JobRequest:
-    """Parse `squeue -h --noconvert -O REQUEST_FORMAT`. A job array prints several records; this picks `job_id`'s."""
+    """Parse `squeue -h --noconvert -O REQUEST_FORMAT`. For a job array, squeue prints several records; the one of
+    `job_id` is returned."""
     for fields in read_records(output, len(_REQUEST_FIELDS), "squeue"):
         raw = dict(zip(_REQUEST_FIELDS, fields, strict=True))
         if job_id not in (raw["JobID"], raw["JobArrayID"]):
@@ -218,11 +219,11 @@ def request(output: bytes, job_id: str) -> JobRequest:
 
 
 def _gres(text: str) -> tuple[Gres, ...]:
-    """Return the generic resources of `gres:gpu:a100:2` (22.05) or `cpu=2,gres/gpu:a100=2` (later releases)."""
+    """Return the generic resources in `gres:gpu:a100:2` (22.05) or `cpu=2,gres/gpu:a100=2` (later releases)."""
     resources = []
     for part in text.split(",") if text else ():
         if not part.startswith("gres"):
-            continue  # processors, memory and licences, which other fields report
+            continue  # processors, memory and licences: other fields report them
         match = _GRES.fullmatch(part)
         if match is None:
             raise unreadable("squeue", "generic resources", text)
@@ -231,8 +232,8 @@ def _gres(text: str) -> tuple[Gres, ...]:
 
 
 def _memory_per_gpu(text: str) -> int:
-    """Return the megabytes in `gres:gpu:500` or `gres/gpu:500`; 0 if the text is empty. Raises for any other
-    resource."""
+    """Return the megabytes in `gres:gpu:500` or `gres/gpu:500`; 0 for an empty text. Raises SlurmOutputError for other
+    resources."""
     match = re.fullmatch(r"gres[:/]gpu[:=]([0-9]{1,15})M?", text, re.ASCII)
     if text and match is None:
         raise unreadable("squeue", "memory per GPU", text)
@@ -240,7 +241,8 @@ def _memory_per_gpu(text: str) -> int:
 
 
 def _memory_of_a_node(allocated: str) -> int:
-    """Return one node's share of `cpu=2,mem=25000M,node=2,billing=2` in megabytes; memory may be requested per CPU."""
+    """Return one node's share of the memory in `cpu=2,mem=25000M,node=2,billing=2`, in megabytes. The allocation is
+    used because memory may be requested per CPU."""
     words = dict(part.split("=", 1) for part in allocated.split(",") if "=" in part)
     count = words.get("node", "")
     if "mem" not in words or not COUNT_PATTERN.fullmatch(count) or int(count) == 0:
@@ -256,7 +258,7 @@ def _megabytes(text: str) -> int:
 
 
 def job_gpus(output: bytes) -> list[tuple[str, int]]:
-    """Parse `scontrol show job -d`: pairs of a node list and the number of GPUs on each of its nodes."""
+    """Parse `scontrol show job -d`. Return pairs of a node list and the number of GPUs on each of its nodes."""
     gpus_by_nodes = []
     for line in decoded(output, "scontrol").splitlines():
         if not line.lstrip().startswith("Nodes="):
@@ -270,7 +272,7 @@ def job_gpus(output: bytes) -> list[tuple[str, int]]:
 
 
 def hostnames(output: bytes, nodelist: str) -> tuple[str, ...]:
-    """Parse `scontrol show hostnames`, whose exit status is 0 even for a list that it cannot expand."""
+    """Parse `scontrol show hostnames`, which exits with 0 even for a list that it cannot expand."""
     names = tuple(decoded(output, "scontrol").strip().split("\n"))
     if names == ("",):
         raise SlurmOutputError(f"node list {nodelist[:EXCERPT_LENGTH]}: scontrol finds no nodes in it")
@@ -281,7 +283,8 @@ def hostnames(output: bytes, nodelist: str) -> tuple[str, ...]:
 
 
 def version(output: bytes) -> tuple[int, int, int]:
-    """Parse `sinfo --version`, such as `slurm 24.11.3`, `slurm-wlm 22.05.8` or `slurm 25.11`, read as 25.11.0."""
+    """Parse `sinfo --version`, such as `slurm 24.11.3`, `slurm-wlm 22.05.8` or `slurm 25.11` (which becomes
+    25.11.0)."""
     text = decoded(output, "sinfo")
     match = _VERSION.search(text)
     if match is None:
@@ -299,7 +302,7 @@ def cluster(output: bytes) -> str:
 
 
 def settings(output: bytes) -> dict[str, str]:
-    """Parse `scontrol show config`: one `KEY = VALUE` per line; (null) and N/A become empty."""
+    """Parse `scontrol show config`, which prints one `KEY = VALUE` per line; (null) and N/A become empty."""
     settings_by_key = dict(_SETTING.findall(decoded(output, "scontrol")))
     if "ClusterName" not in settings_by_key:
         raise SlurmOutputError("slurm: scontrol show config names no ClusterName")
@@ -307,7 +310,8 @@ def settings(output: bytes) -> dict[str, str]:
 
 
 class Preemption(msgspec.Struct, frozen=True):
-    """State of a job's preemption. `tries`: how often Slurm has started the job by itself, plus one."""
+    """State of a job's preemption. `now`: the job is being preempted. `tries`: how often Slurm has started the job by
+    itself, plus one."""
 
     now: bool
     partition: str
@@ -325,7 +329,7 @@ def preemption(output: bytes) -> Preemption:
 
 
 def partition_mode(output: bytes) -> str:
-    """Return how jobs of a partition are preempted, from `scontrol show partition -o`."""
+    """Return the preemption mode of a partition's jobs, from `scontrol show partition -o`."""
     match = _PARTITION_MODE.search(decoded(output, "scontrol"))
     if match is None:
         raise SlurmOutputError("slurm: scontrol show partition names no PreemptMode")
@@ -333,8 +337,8 @@ def partition_mode(output: bytes) -> str:
 
 
 def qos_mode(output: bytes) -> str:
-    """Return how jobs of a QOS are preempted, from `sacctmgr -nP show qos format=preemptmode`; `cluster`: by the
-    cluster's setting."""
+    """Return the preemption mode of a QOS's jobs, from `sacctmgr -nP show qos format=preemptmode`; `cluster` means that
+    the cluster's setting applies."""
     text = decoded(output, "sacctmgr").strip().lower()
     if not _QOS_MODE.fullmatch(text):
         raise unreadable("sacctmgr", "the preemption mode of a QOS", text)
@@ -342,7 +346,7 @@ def qos_mode(output: bytes) -> str:
 
 
 def expedited(output: bytes) -> bool:
-    """Decide whether a job has an expedited requeue, from `scontrol show job`."""
+    """Decide whether a job was submitted with the option of an expedited requeue, from `scontrol show job`."""
     return _EXPEDITED.search(decoded(output, "scontrol")) is not None
 
 
@@ -356,7 +360,7 @@ def submitted(output: bytes) -> str:
 
 
 def script(output: bytes, job_id: str) -> str:
-    """Return a batch script unchanged. Raises SlurmOutputError if it is not UTF-8."""
+    """Return a batch script unchanged. Raises SlurmOutputError if it is not UTF-8 or does not start with `#!`."""
     try:
         text = output.decode()
     except UnicodeDecodeError:
@@ -367,8 +371,8 @@ def script(output: bytes, job_id: str) -> str:
 
 
 def seconds_left(text: str) -> float | None:
-    """Parse `[days-][hours:]minutes:seconds`, as squeue prints time; None without a limit. INVALID means the limit has
-    passed."""
+    """Parse `[days-][hours:]minutes:seconds`, as squeue prints the time left; None without a limit. INVALID means that
+    the limit has passed, and returns 0."""
     if text in ("UNLIMITED", "NOT_SET", "N/A", "Partition_Limit"):
         return None
     if text == "INVALID":
@@ -381,7 +385,7 @@ def seconds_left(text: str) -> float | None:
 
 
 def gpus(gres: str, command: str = "sinfo") -> int:
-    """Return the number of GPUs in generic resources such as `gpu:h100:8(S:0-1),nic:2`. Shares of GPUs are not
+    """Return the number of GPUs in generic resources such as `gpu:h100:8(S:0-1),nic:2`. Shards of GPUs are not
     counted."""
     total = 0
     # Commas in parentheses do not separate: gpu:8(S:0,1).

@@ -1,12 +1,13 @@
-"""Rate limit for Slurm: one `Polite` per job stands between its callers and the controller that all jobs share.
+"""Rate limit for Slurm: one `Polite` client for each job stands between the callers and the controller, which all jobs
+share.
 
-Decides when to pass a question on and when to return the last answer. In steady state, nodes are asked about at most
-once a minute, all of them in one call; a caller that knows of a change states how old an answer may be (`fresh_s`).
-After a failure, the same question is not asked again for a while, which doubles each time; meanwhile the failure is the
-answer, never an old view. Requests that change something always go through, and nothing is ever retried.
+Decides when to send a query and when to return the last answer. In steady state, nodes are queried at most once a
+minute, all in one call; a caller that knows of a change states how old an answer may be (`fresh_s`). After a failure, a
+query is not sent again for a pause that doubles with each failure; during the pause the failure is raised again, and no
+old view is returned. Orders that change something are always sent, and nothing is ever retried.
 
-Implements the protocol `slurm.client.Slurm`, so that callers need not care. Safe to use from several threads: those
-that ask the same question at the same time share one call.
+Implements the protocol `slurm.client.Slurm`, so that callers can use it like any other client. Safe to use from several
+threads: threads that send the same query at the same time share one call.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from slurm.errors import SlurmError
 NODES_FRESH_S = 60.0
 JOBS_FRESH_S = 15.0
 FORGET_AFTER_PERIODS = 5
-"""A name that nobody has asked about for this many times `fresh_s` is left out of later calls."""
+"""A name that was not queried for this many times `fresh_s` is omitted from later calls."""
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 300.0
 
@@ -36,7 +37,7 @@ _Arguments = ParamSpec("_Arguments")
 
 
 class _Pause:
-    """State of one kind of question after failures: the time until which it is not asked again."""
+    """The pause after failures of one kind of query, until which the query is not sent again."""
 
     def __init__(self) -> None:
         self._error: SlurmError | None = None
@@ -44,7 +45,7 @@ class _Pause:
         self._until = 0.0
 
     def check(self, now: float) -> None:
-        """Raise the last failure again while the pause lasts."""
+        """Raise the last failure again if the pause is not over."""
         if self._error is not None and now < self._until:
             raise copy.copy(self._error)
 
@@ -58,7 +59,8 @@ class _Pause:
 
 
 class _Views(Generic[_View]):
-    """Views of one kind by name, with the times at which they were fetched. None: Slurm does not know the name."""
+    """Cached views of one kind by name, with the times at which they were fetched. A view is None if Slurm does not
+    know the name."""
 
     def __init__(self, fetch: Callable[[list[str]], Mapping[str, _View]], clock: Callable[[], float]) -> None:
         self._fetch = fetch
@@ -72,7 +74,7 @@ class _Views(Generic[_View]):
     def get(self, names: Iterable[str], fresh_s: float, remember_s: float, urgent: bool = False) -> dict[str, _View]:
         wanted_names = list(dict.fromkeys(names))
         with self._lock:
-            # Read the clock after waiting for the lock: its previous holder may have asked for our names too.
+            # Read the clock after waiting for the lock: another thread may have queried these names meanwhile.
             now = self._clock()
             for name in wanted_names:
                 self._wanted[name] = now
@@ -83,12 +85,12 @@ class _Views(Generic[_View]):
             return {name: view for name in wanted_names if (view := self._views[name]) is not None}
 
     def forget(self, name: str) -> None:
-        """Make sure that the next question about this name is passed on."""
+        """Make sure that the next query for this name is sent."""
         with self._lock:
             self._seen.pop(name, None)
 
     def _refresh(self, now: float, remember_s: float) -> None:
-        """Ask about all names wanted recently, so that the next caller finds its answer here."""
+        """Query all names that were queried recently, so that their next callers find the answer in the cache."""
         for name in [name for name, when in self._wanted.items() if now - when > remember_s]:
             for cache in (self._wanted, self._seen, self._views):
                 cache.pop(name, None)
@@ -105,7 +107,7 @@ class _Views(Generic[_View]):
 
 
 class Polite:
-    """Rate-limited client; see the module. `calls` counts the calls passed on, by method name."""
+    """Rate-limited client (see the module). `calls` counts the calls sent to Slurm, by method name."""
 
     def __init__(
         self,
@@ -142,12 +144,13 @@ class Polite:
             return self._cluster
 
     def nodes(self, names: Sequence[str], *, fresh_s: float | None = None) -> Mapping[str, NodeView]:
-        """Return these nodes. `fresh_s`: how old an answer may be; 0 if something is known to have changed."""
+        """Return the views of these nodes. `fresh_s`: how old an answer may be; 0 after a known change, None for the
+        default."""
         usual = self._nodes_fresh_s
         return self._nodes.get(names, usual if fresh_s is None else fresh_s, usual * FORGET_AFTER_PERIODS)
 
     def drained(self) -> Mapping[str, NodeView]:
-        """Return the drained nodes, always asked anew: a drain, which is rare, depends on it."""
+        """Return the drained nodes. Never cached, because a decision to drain, which is rare, depends on them."""
         return self._count("drained", self._slurm.drained)()
 
     def job(self, job_id: str, *, fresh_s: float | None = None, urgent: bool = False) -> JobView | None:
@@ -156,7 +159,8 @@ class Polite:
     def jobs(
         self, job_ids: Iterable[str], *, fresh_s: float | None = None, urgent: bool = False
     ) -> Mapping[str, JobView]:
-        """Return these jobs. `fresh_s` as for `nodes`; `urgent`: ask even if there was no answer a moment ago."""
+        """Return the views of these jobs. `fresh_s` as for `nodes`; `urgent`: send the query even during the pause
+        after a failure."""
         usual = self._jobs_fresh_s
         return self._jobs.get(job_ids, usual if fresh_s is None else fresh_s, usual * FORGET_AFTER_PERIODS, urgent)
 
@@ -205,7 +209,7 @@ class Polite:
         self._count("end_for_good", self._slurm.end_for_good)(job_id)
 
     def comment(self, job_id: str, text: str) -> None:
-        """Set a job's comment; other cached views of the job stay fresh."""
+        """Set a job's comment. The cached views of the job stay valid."""
         self._count("comment", self._slurm.comment)(job_id, text)
 
     def _count(self, kind: str, method: Callable[_Arguments, _Answer]) -> Callable[_Arguments, _Answer]:
@@ -216,14 +220,14 @@ class Polite:
     @staticmethod
     @contextmanager
     def _changing(views: _Views[NodeView] | _Views[JobView], name: str) -> Iterator[None]:
-        """Discard the cached view of `name` after a change, whether or not the change succeeded."""
+        """Discard the cached view of `name` after an order, whether or not the order succeeded."""
         try:
             yield
         finally:
             views.forget(name)
 
     def _guarded(self, kind: str, question: Callable[[], _Answer]) -> _Answer:
-        """Ask a question whose answer never changes, unless it failed a moment ago."""
+        """Send a query for a constant answer, unless the pause after a failure is not over."""
         pause = self._pauses[kind]
         pause.check(self._clock())
         try:

@@ -1,7 +1,8 @@
-"""Differences between releases of Slurm, by version: here and nowhere else.
+"""Differences between releases of Slurm. All code that depends on a version is here.
 
-Each fact names the releases on which it was measured; between them it follows Slurm's change log, and where that is
-silent the older behaviour. Decides nothing about a job. Used by `slurm.commands`, `resihp submit` and `resihp run`.
+Each fact names the releases on which it was measured. For releases in between, Slurm's change log is followed, and
+where it says nothing, the older behaviour is assumed. Decides nothing about a job. Used by `slurm.commands`, `resihp
+submit` and `resihp run`.
 """
 
 from __future__ import annotations
@@ -11,26 +12,27 @@ import msgspec
 Version = tuple[int, int, int]
 
 OLDEST, NEWEST = (22, 5), (26, 5)
-"""Tested range: all Slurm tests pass on 22.05.8, 24.11.5 and 26.05.5."""
+"""Oldest and newest tested releases: all Slurm tests pass on 22.05.8, 24.11.5 and 26.05.5."""
 
 
 class SlurmRelease(msgspec.Struct, frozen=True, kw_only=True):
-    """Behaviour of a release that differs from that of others."""
+    """Behaviour of a release where releases differ."""
 
     keeps_preemption: bool
-    """Slurm requeues a job that leaves in its grace time. A job that has *requested* a requeue, or was still there when
-    the grace time was over, keeps its preemption mark: it is queued once more after it has completed.
+    """Whether Slurm itself requeues a job that ends in its grace time. In addition, a job that *requested* a requeue,
+    or was still running at the end of the grace time, keeps its preemption mark, and is queued once more after it has
+    completed.
 
-    22.05.8: neither; the job must request it. 24.11.5: both, every time. 26.05.5: the first, and requesting clears the
-    mark.
+    22.05.8: neither; the job must request the requeue. 24.11.5: both, always. 26.05.5: only the first; a request clears
+    the mark.
     """
     forgets_gpus: bool
-    """A job that is requeued before Slurm has noticed that one of its nodes is dead waits until it has, and is then
-    started without its GPUs: its steps are refused ("Invalid generic resource"). 22.05.8, every time; not 24.11.5,
-    26.05.5."""
+    """Whether a job that is requeued before Slurm has noticed a dead node of it is started without its GPUs, once Slurm
+    has noticed the dead node: the job's steps are then refused ("Invalid generic resource"). 22.05.8: always. 24.11.5
+    and 26.05.5: never."""
     expedites: bool
-    """`sbatch --requeue=expedite`: 26.05.5 accepts it where the site allows it, 22.05.8 and 24.11.5 do not know the
-    option; it was added in 25.11."""
+    """Whether `sbatch --requeue=expedite` exists. It was added in 25.11: 26.05.5 accepts it where the site allows it,
+    22.05.8 and 24.11.5 do not know the option."""
 
 
 def of(version: Version) -> SlurmRelease:
@@ -42,12 +44,12 @@ def of(version: Version) -> SlurmRelease:
 
 
 def named(version: Version) -> str:
-    """Format a version as Slurm does: 24.05.3."""
+    """Format a version as Slurm does, such as 24.05.3."""
     return f"{version[0]}.{version[1]:02}.{version[2]}"
 
 
 def untried(version: Version) -> str | None:
-    """Return the notice, shown once, for a release outside the tested range; None for one inside it."""
+    """Return a notice for a release outside of the tested range, to be shown once; None for a tested one."""
     if OLDEST <= version[:2] <= NEWEST:
         return None
     comparison = "older" if version[:2] < OLDEST else "newer"

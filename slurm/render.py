@@ -1,8 +1,8 @@
-"""Batch scripts: a template as users copy it, filled in with the directives and the command of one job.
+"""Batch scripts: a template, filled in with the directives and the command of one job.
 
-Templates (`slurm/templates/*.sbatch`) are complete scripts that sbatch accepts as they are. `render` replaces values
-line by line; there is no template language. Values of directives are checked, the command is quoted for the shell.
-Called by `resihp submit`; submits nothing itself.
+Templates (`slurm/templates/*.sbatch`) are complete scripts, which sbatch accepts unchanged and users may copy. `render`
+replaces values line by line; there is no template language. Values of directives are checked, and the command is quoted
+for the shell. Called by `resihp submit`; submits nothing itself.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _VALUE = re.compile(r"[^\x00-\x20\x7f\"'`$\\#]+")
 
 
 def template(name: str) -> str:
-    """Return the text of a shipped template."""
+    """Return the text of the template with this name that comes with resihp."""
     return (resources.files("slurm") / "templates" / f"{name}.sbatch").read_text(encoding="utf-8")
 
 
 def render(
     text: str, directives: Directives, command: Sequence[str], *, title: str, exports: Mapping[str, str] | None = None
 ) -> str:
-    """Return a template's text with these directives; missing ones are added, all others stay.
+    """Return the template `text` with these directives. Directives that it lacks are added; its other directives stay.
 
-    `command` replaces the template's command, `exports` its environment variables. Raises SlurmUsageError for a value
-    that a batch script cannot hold.
+    `command` replaces the template's command, and `exports` its environment variables. `title` becomes a comment.
+    Raises SlurmUsageError for a value that a batch script cannot contain.
     """
     remaining = dict(directives)
     lines = ["#!/bin/bash", f"# {_one_line(title)}", ""]
@@ -54,8 +54,8 @@ def render(
 
 
 def _blocks(text: str) -> list[tuple[list[str], list[tuple[str, str]], bool]]:
-    """Return directives with the comments above them, and whether the block is the last; "EDIT" comments are
-    dropped."""
+    """Return the directives in blocks, each with the comments above it, and whether the block is the last. Comments
+    that begin with "EDIT" are dropped."""
     blocks: list[tuple[list[str], list[tuple[str, str]]]] = []
     comments: list[str] = []
     editing = False
@@ -94,7 +94,7 @@ def _line(name: str, value: str | bool | None, line: str | None) -> str | None:
 
 
 def _one_line(text: str) -> str:
-    """Return the text; raise SlurmUsageError if it would not stay on one line."""
+    """Return `text` unchanged. Raises SlurmUsageError if it does not fit on one line."""
     if any(not character.isprintable() for character in text):
         raise SlurmUsageError(f"{text[:80]!a}: has a character that a batch script cannot hold")
     return text
@@ -107,7 +107,7 @@ def _variable(name: str) -> str:
 
 
 def time_limit(seconds: float) -> str:
-    """Return Slurm's `days-hours:minutes:seconds`."""
+    """Return a time limit in Slurm's form `days-hours:minutes:seconds`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

@@ -1,14 +1,15 @@
-"""Replacement for a lost node: a one-node Slurm job, submitted through submitit, whose only process is our agent.
+"""Replacement for a lost node: a one-node Slurm job, submitted through submitit, that runs only an agent.
 
-Decides what to request from Slurm: the main job's request, for one node. `resihp.controller` decides when a replacement
-is wanted, `wrapper.slurm_tasks.replacements` follows its fate. submitit reads its process's environment and waits for
-sbatch without limit, so it runs in a process of its own: `submit` starts `python -P -m slurm.replacement FOLDER` with
-an environment free of the main job's variables, and a time limit. That process notes the submitted job in its folder,
-even if its parent has died meanwhile; called again, `submit` finds the note.
+Decides what to request from Slurm: the same as the main job, for one node. `resihp.controller` decides when a
+replacement is requested, and `wrapper.slurm_tasks.replacements` follows the request. submitit reads the environment of
+its process, and waits for sbatch without a limit. It therefore runs in a separate process: `submit` starts `python -P
+-m slurm.replacement FOLDER` with a time limit, and with an environment that lacks the main job's variables. That
+process writes the id of the submitted job to a file in FOLDER, even if its parent has died in the meantime; a further
+call of `submit` finds this file.
 
-The file that submitit pickles is in that folder, written by us: the call of `os.execv` by which the job becomes the
-agent. So nothing is pickled on the way back, signals reach the agent, and its output is the job's. submitit's own
-`srun` is left out, since the batch step of a one-node job has all of the node; so is its default wckey, which many
+submitit pickles a file in the same folder: the call of `os.execv` by which the job's process becomes the agent. So
+nothing is pickled on the way back, signals reach the agent, and the agent's output is the job's output. submitit's own
+`srun` is omitted, because the batch step of a one-node job has the whole node; so is its default wckey, which many
 clusters refuse.
 """
 
@@ -29,10 +30,10 @@ from slurm.command_call import call, own_environment, submit_environment
 from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
 
 TIMEOUT_S = 30.0
-"""Limit for starting Python, importing submitit, and sbatch."""
+"""Time limit for starting Python, importing submitit, and sbatch."""
 
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
-"""Variables that name the main job's devices on its own nodes."""
+"""Variables with the numbers of the main job's devices on its own nodes."""
 _NOT_FOR_ONE = frozenset(
     {
         *("array", "begin", "chdir", "comment", "contiguous", "deadline", "dependency", "error", "gpus"),
@@ -42,18 +43,18 @@ _NOT_FOR_ONE = frozenset(
         *("wait", "wait-all-nodes", "wrap"),
     }
 )
-"""Options of the main job that do not describe what one more node must be like."""
+"""Options of the main job that do not describe the properties of one additional node."""
 
 _WANTED, _SUBMITTED = "wanted.json", "slurm_job"
 
 
 class ReplacementJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Request for a replacement. `folder` is its own, on the shared file system.
+    """Request for a replacement. `folder` is the request's own folder on the shared file system.
 
-    `asked` is the main job's request, or its user's override. `gpus` and `cpus`: counts per node of the main job.
-    `seconds`: time limit. `wait_s`: how long the job may wait for its node; after that it is useless, and Slurm ends it
-    even if nobody is left to cancel it. `extra`: sbatch options given to the main job; they take precedence over
-    `asked`.
+    `asked`: the main job's request, or its user's override. `gpus` and `cpus`: counts per node of the main job.
+    `seconds`: time limit of the replacement. `wait_s`: how long the job may wait for its node; after that it is
+    useless, and Slurm ends it even if no process is left to cancel it. `extra`: sbatch options of the main job, which
+    take precedence over `asked`.
     """
 
     folder: str
@@ -70,9 +71,10 @@ class ReplacementJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def submit(wanted: ReplacementJob, *, environment: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> str:
-    """Submit the job, unless it was submitted before; return its id.
+    """Submit the replacement job, unless it was submitted before; return its id.
 
-    Raises SlurmRefusedError if it was not submitted, SlurmUnavailableError or SlurmOutputError if that is unknown.
+    Raises SlurmRefusedError if it was not submitted, SlurmUnavailableError or SlurmOutputError if it is unknown whether
+    it was.
     """
     job_id = submitted(Path(wanted.folder))
     if job_id is not None:
@@ -99,7 +101,7 @@ def submit(wanted: ReplacementJob, *, environment: Mapping[str, str], timeout_s:
 
 
 def submitted(folder: Path) -> str | None:
-    """Return the Slurm job that was submitted from this folder; None if there is none."""
+    """Return the id of the Slurm job that was submitted from this folder; None if there is none."""
     try:
         text = (folder / _SUBMITTED).read_text().strip()
     except OSError:
@@ -108,12 +110,13 @@ def submitted(folder: Path) -> str | None:
 
 
 def folder_of(folder: Path, number: int) -> Path:
-    """Return the folder of request `number`; `folder` holds all requests of a job."""
+    """Return the folder of request `number` below `folder`, which contains all requests of a job."""
     return folder / f"r{number}"
 
 
 def all_submitted(folder: Path) -> dict[int, str]:
-    """Return the Slurm jobs submitted for a job, by request number; `folder` holds all its requests."""
+    """Return the ids of Slurm jobs that were submitted as replacements, by request number. `folder` contains all
+    requests of a job."""
     try:
         names = [entry.name for entry in folder.iterdir()]
     except OSError:
@@ -167,7 +170,8 @@ def parameters(wanted: ReplacementJob) -> dict[str, Any]:
 
 
 def _devices(wanted: ReplacementJob) -> tuple[str, str]:
-    """Return a node's GPUs, of the job's types, and its other generic resources, as sbatch takes both."""
+    """Return a node's GPUs, with the types of the main job's GPUs, and its other generic resources, both in sbatch's
+    form."""
     request = wanted.asked
     gpus = [gres for gres in request.gres if gres.name == "gpu"]
     kinds = {gres.type for gres in request.gres_in_total if gres.name == "gpu"}
@@ -189,8 +193,7 @@ def _gres_text(name: str, gres: Gres) -> str:
 
 
 def _single_node_constraint(constraint: str) -> str:
-    """Return the constraint. Raises SlurmRefusedError for features that several nodes must have together or in
-    common."""
+    """Return the constraint unchanged. Raises SlurmRefusedError if it describes features of a group of nodes."""
     if "[" in constraint or "*" in constraint:
         raise SlurmRefusedError(
             f"constraint {constraint}: uses [ ] or *, which describe a group of nodes, but a replacement is one node; "
@@ -200,7 +203,7 @@ def _single_node_constraint(constraint: str) -> str:
 
 
 def _extra(extra: Iterable[str], exclude: Iterable[str]) -> tuple[dict[str, Any], str]:
-    """Return the main job's further options, and all nodes to exclude."""
+    """Return the main job's further sbatch options, and the list of all nodes to exclude."""
     options: dict[str, Any] = {}
     left_out = list(exclude)
     for option in extra:
@@ -213,7 +216,7 @@ def _extra(extra: Iterable[str], exclude: Iterable[str]) -> tuple[dict[str, Any]
 
 
 def main(folder: Path) -> None:
-    """Submit the requested job and note its id. Runs in a process of its own."""
+    """Submit the requested job and write its id to a file. Runs in its own process."""
     import submitit
 
     wanted = msgspec.json.decode((folder / _WANTED).read_bytes(), type=ReplacementJob)

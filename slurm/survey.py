@@ -1,7 +1,7 @@
-"""Survey of a cluster: its settings, its partitions, our rights, and a look at its nodes from the inside.
+"""Survey of a cluster: its settings, its partitions, the user's rights, and commands that run on its nodes.
 
-For `resihp doctor` and `resihp init`, which run before there is a job; a job itself asks through `slurm.client`. Raises
-the same errors: SlurmUnavailableError for no answer, SlurmRefusedError, SlurmOutputError. Changes nothing.
+For `resihp doctor` and `resihp init`, which run before there is a job; a job itself uses `slurm.client`. Raises the
+same errors: SlurmUnavailableError for no answer, SlurmRefusedError, SlurmOutputError. Changes nothing.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ _TO_START = re.compile(r"to start at .*")
 _RANKS = ("operator", "administrator")
 _RULE = re.compile(r"(\w+)=(\S*)")
 _TYPE = re.compile(r"\bgpu:(?!no_consume\b|[0-9]+[KMG]?(?![^:(),\s]))([^:(),\s]+)", re.ASCII)
-"""Finds the a100 in gpu:a100:8."""
+"""Matches the `a100` in `gpu:a100:8`."""
 _GENERATIONS = 32
-"""Number of accounts above a user's account that are followed."""
+"""Limit on the ancestors of a user's account that are followed."""
 
 
 class PartitionView(msgspec.Struct, frozen=True, kw_only=True):
-    """Nodes of a partition that are alike; a partition with several kinds has several views. Counts are per node.
+    """The nodes of a partition that are of one kind; a partition with several kinds has several views. Counts are per
+    node.
 
-    `nodes_idle` of the `nodes` are idle. `seconds`: a job's time limit, None for none; `default_seconds`: the limit of
-    a job that requests none.
+    `nodes`: number of nodes of this kind; `nodes_idle`: how many of them are idle. `seconds`: a job's time limit, None
+    for none. `default_seconds`: time limit of a job that requests none.
     """
 
     name: str
@@ -54,13 +55,14 @@ class PartitionView(msgspec.Struct, frozen=True, kw_only=True):
     default_seconds: float | None
     gpu_types: tuple[str, ...] = ()
     unreadable: str = ""
-    """Why `gpus` is unknown, and then 0; empty otherwise."""
+    """Reason why `gpus` is unknown (it is then 0); empty otherwise."""
 
 
 class PartitionRules(msgspec.Struct, frozen=True, kw_only=True):
-    """A partition's rules for jobs. None means no limit; `seconds_of_grace` precede a preemption.
+    """A partition's rules for jobs. None means no limit. `seconds_of_grace`: time between the notice of a preemption
+    and its execution.
 
-    `preempt_mode` is in lower case; `qos` limits all its jobs, empty for none.
+    `preempt_mode` is in lower case. `qos`: the QOS that limits all jobs of the partition, empty for none.
     """
 
     name: str
@@ -72,10 +74,10 @@ class PartitionRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Survey(Protocol):
-    """Questions about a cluster."""
+    """Queries about a cluster."""
 
     def settings(self) -> Mapping[str, str]:
-        """Return slurm.conf as the controller has it, by key."""
+        """Return the controller's slurm.conf, as values by key."""
 
     def partitions(self) -> Sequence[PartitionView]:
         """Return the partitions that this user can see, in Slurm's order."""
@@ -84,26 +86,29 @@ class Survey(Protocol):
         """Return the rules of a partition that this user can see."""
 
     def limits(self, user: str, account: str, qos: str, partition: PartitionRules, cluster: str) -> Limits:
-        """Return accounting's limits on this user's job; `account` and `qos` empty for the defaults."""
+        """Return the limits of accounting on a job of this user. Empty `account` and `qos` mean the defaults."""
 
     def is_operator(self, user: str, settings: Mapping[str, str]) -> bool:
         """Decide whether this user may drain nodes."""
 
     def munge(self, settings: Mapping[str, str]) -> None:
-        """Have a credential made and checked on this machine, by the munged that Slurm uses."""
+        """Make a credential and check it on this machine, with the munged that Slurm uses. Raises SlurmError if this
+        fails."""
 
     def would_start(self, options: Sequence[str]) -> str:
-        """Return when and where Slurm would start a job with these sbatch options, in its words. Submits nothing.
+        """Return when and where Slurm would start a job with these sbatch options, in Slurm's own text. Submits
+        nothing.
 
-        Raises SlurmRefusedError if Slurm would not accept it.
+        Raises SlurmRefusedError if Slurm would not accept the job.
         """
 
     def on_nodes(self, job_id: str, nodes: Sequence[str], argv: Sequence[str], *, timeout_s: float) -> str:
-        """Run a command once on each node of one's own running job, beside its work; return all output."""
+        """Run a command once on each of these nodes of the user's running job, beside the job's own work; return all
+        output."""
 
 
 class CommandSurvey:
-    """Survey through Slurm's commands, as `slurm.commands.CommandLine`."""
+    """Survey by Slurm's commands."""
 
     def __init__(self, *, timeout_s: float = TIMEOUT_S, environment: Mapping[str, str] | None = None) -> None:
         self.timeout_s = timeout_s
@@ -219,7 +224,7 @@ class CommandSurvey:
 
 
 def user_of(text: str) -> str:
-    """Return the name in `slurm(64030)`."""
+    """Return the name in a text such as `slurm(64030)`."""
     match = _USER.fullmatch(text.strip())
     return match[1] if match else text.strip()
 
@@ -230,9 +235,10 @@ def admin_level(output: bytes) -> str:
 
 
 def partitions(output: bytes) -> list[PartitionView]:
-    """Parse `sinfo -h -O PARTITION_FORMAT`, with one record per kind of node in each partition.
+    """Parse `sinfo -h -O PARTITION_FORMAT`, which prints one record for each kind of node in each partition.
 
-    An unreadable record is left out and does not affect the others. Raises SlurmOutputError if none can be read.
+    A record that cannot be parsed is omitted and does not affect the others. Raises SlurmOutputError if none can be
+    parsed.
     """
     *records, rest = output.decode("utf-8", "replace").split(RECORD)
     if rest.strip():
@@ -296,7 +302,8 @@ def rules(output: bytes, partition: str) -> PartitionRules:
 
 
 def _minimum(text: str) -> int:
-    """Return the minimum in `16`, or in `16+`, printed where nodes have different counts; 0 if unreadable."""
+    """Return the number in `16`, or in `16+`, which is printed where nodes have different counts and 16 is the lowest;
+    0 if it cannot be parsed."""
     number = text.removesuffix("+")
     return int(number) if number.isdigit() else 0
 

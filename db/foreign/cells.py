@@ -1,9 +1,9 @@
-"""Type checks of cells in a SQLite ledger that another user may have written: a cell must have its column's type.
+"""Type checks of cells in a SQLite ledger that another user may have written: each cell must have its column's type.
 
-SQLite stores any value in any column, and a table may generate a column when it is read, but all readers of a ledger
-compute with the numbers, times and texts of our schema. Called for copies of foreign files (`db.foreign.files`), by
-`db.reading.reader` for the tables that a question names, and by imports for all tables; our own ledgers are not
-checked.
+SQLite stores any value in any column, and a table may generate a column whenever it is read, while all readers of a
+ledger rely on the numbers, times and texts of the schema. Called for copies of other users' files (`db.foreign.files`):
+by `db.reading.reader` for the tables of a query, and by imports for all tables. Ledgers that only this user can write
+are not checked.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from db.models import LedgerTable, UtcDateTime
 from resihp.errors import LedgerError
 
 MAX_TEXT_BYTES = 16 << 20
-"""Largest size of a cell; the largest of ours, the inputs of a plan's decision, has some hundred kB."""
+"""Largest permitted size of a text. The largest texts that resihp writes, the inputs of a plan's decision, have some
+hundred kB."""
 TIME_PATTERN = (
     "[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9] [0-2][0-9]:[0-5][0-9]:[0-5][0-9].[0-9][0-9][0-9][0-9][0-9][0-9]"
 )
 
 
 def check_cells(connection: Connection, name: str) -> None:
-    """Raise LedgerError for a cell that does not have its column's type, or a column that is generated when it is read.
+    """Raise LedgerError for a cell that does not have its column's type, or for a generated column.
 
-    Skips tables and columns that our schema does not have, or that are of a later version.
+    Tables and columns that are not in the known schema are skipped.
     """
     check_columns(connection, name)
     for table in _tables(connection):
@@ -36,7 +37,7 @@ def check_cells(connection: Connection, name: str) -> None:
 
 
 def check_columns(connection: Connection, name: str) -> None:
-    """Raise LedgerError for a column that is generated when it is read."""
+    """Raise LedgerError for a generated column, which SQLite computes whenever it is read."""
     for table in _tables(connection):
         hidden = f"SELECT name FROM pragma_table_xinfo('{table.name}') WHERE hidden > 0"
         if (generated := connection.execute(text(hidden)).scalar()) is not None:
@@ -46,10 +47,10 @@ def check_columns(connection: Connection, name: str) -> None:
 
 
 def check_cells_when_read(connection: Connection, name: str) -> None:
-    """Check the cells of each table before the first question on this connection that names it.
+    """Check the cells of each table before the first query on this connection that names the table.
 
-    A question then raises LedgerError for a cell that does not have its column's type. Most of a large ledger is in
-    tables that few questions read. Raises LedgerError at once for a column that is generated when it is read.
+    Such a query raises LedgerError for a cell that does not have its column's type. Tables are checked late because
+    most of a large ledger is in tables that few queries read. Raises LedgerError at once for a generated column.
     """
     check_columns(connection, name)
     unchecked = {table.name: table for table in _tables(connection)}
@@ -72,7 +73,7 @@ def check_cells_when_read(connection: Connection, name: str) -> None:
 
 
 def _tables(connection: Connection) -> Collection[Table]:
-    """Return the tables of our schema that the ledger has."""
+    """Return the tables of the known schema that the ledger has."""
     existing = set(inspect(connection).get_table_names())
     return [table for table in LedgerTable.metadata.sorted_tables if table.name in existing]
 
@@ -91,7 +92,8 @@ def _check_table(connection: Connection, table: Table, name: str) -> None:
 
 
 def _is_wrong(column: str, kind: TypeEngine[object]) -> str:
-    """Return SQL that is true for a cell of the wrong type. Null is the schema's concern."""
+    """Return an SQL expression that is true for a cell of the wrong type. Null is always accepted here, because the
+    schema restricts it."""
     cell = f'"{column}"'
     if isinstance(kind, Boolean):
         fits = f"{cell} IN (0, 1)"
@@ -107,5 +109,5 @@ def _is_wrong(column: str, kind: TypeEngine[object]) -> str:
 
 
 def _is_day(cell: str) -> str:
-    """Return SQL that is true for a time on a day of the calendar, in years that Python supports."""
+    """Return an SQL expression that is true for a time on a day of the calendar, in years that Python supports."""
     return f"{cell} >= '0001-01-02' AND {cell} < '9999-12-31' AND date({cell}, '+0 days') = substr({cell}, 1, 10)"

@@ -1,10 +1,10 @@
-"""SQLite files that another user may have written, and protection from the effects that opening one has.
+"""SQLite files that another user may have written, and protection from the side effects of opening them.
 
-SQLite trusts the files beside a database: it applies a rollback journal that it finds there, and deletes the file that
-this journal names as its super-journal (sqlite.org/atomiccommit.html, section 5); it creates `-wal` and `-shm` files in
-the folder; it waits for locks. So another user's file is copied through its descriptor into a folder of ours, together
-with its writer's WAL, and read there. Our own file that a group may write is read in place, but read-only: then SQLite
-applies no journal. Called by `db.engine`, and by imports.
+SQLite trusts the files beside a database. It applies a rollback journal that it finds there, and deletes the file that
+this journal names as its super-journal (sqlite.org/atomiccommit.html, section 5). It creates `-wal` and `-shm` files in
+the folder, and it waits for locks. So another user's file is copied through a file descriptor into a private folder,
+together with its WAL, and is read there. A file of this user that a group may write is read in place, but read-only, so
+that SQLite applies no journal. Called by `db.engine`, and by imports.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from resihp.errors import LedgerError
 from resihp.plain_files import is_trusted, open_plain
 
 MAX_COPY_BYTES = 2 << 30
-"""Largest size of a foreign file, and of its WAL: a ledger of a thousand jobs has some hundred MB."""
+"""Largest size of another user's file, and of its WAL, that is copied; a ledger of a thousand jobs has some hundred
+MB."""
 COPY_PATIENCE_S = 2.0
-"""Seconds to wait for a moment in which the file's own writer changes nothing."""
+"""Seconds to wait for a moment in which the file does not change."""
 COPY_PAUSE_S = 0.05
 PENDING_BYTE = 0x40000000
 SHARED_FIRST = PENDING_BYTE + 2
 SHARED_BYTES = 510
-"""Number of bytes that SQLite locks in a database file (sqlite.org/src, os.h): a reader holds the shared ones, and
-nobody writes to the file meanwhile."""
+"""Number of bytes that SQLite locks in a database file (sqlite.org/src, os.h). While a reader has locked the shared
+bytes, no process writes the file."""
 WAL_HEADER_BYTES = 32
 WAL_MODE_BYTE = 18
-"""Offset in a database file of a byte that is 2 in WAL mode (sqlite.org/fileformat.html, section 1.3)."""
+"""Offset of a byte in a database file that is 2 in WAL mode (sqlite.org/fileformat.html, section 1.3)."""
 SQLITE_MAGIC = b"SQLite format 3\x00"
 JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
-"""Start of a rollback journal's header; a journal that names a super-journal also ends with it
+"""Start of a rollback journal's header. A journal that names a super-journal also ends with these bytes
 (sqlite.org/fileformat.html, section 3)."""
 
 
 def is_ours(file: Path) -> bool:
-    """Decide whether only we, or root, can have written the file and the files beside it."""
+    """Decide whether only this user, or root, can have written the file and the files beside it."""
     try:
         return is_trusted(file.stat()) and is_trusted(file.parent.stat())
     except OSError:
@@ -52,14 +53,15 @@ def is_ours(file: Path) -> bool:
 
 
 def is_read_in_place(file: Path) -> bool:
-    """Decide whether a ledger is read in place: it is ours, and nobody outside our groups can write it."""
+    """Decide whether a ledger is read in place: the file is this user's, and only this user and groups of this user may
+    write it."""
     return is_ours(file) or is_shared_with_group(file)
 
 
 def is_shared_with_group(file: Path) -> bool:
-    """Decide whether a group, and nobody else, can write our file or beside it.
+    """Decide whether a group, but no other user, may write this user's file or the files beside it.
 
-    A WAL beside it must be ours, too. A link does not qualify: its target may be anywhere.
+    A WAL beside the file must be this user's, too. A link does not qualify, because its target may be anywhere.
     """
     try:
         ledger, folder = file.lstat(), file.parent.stat()
@@ -77,10 +79,10 @@ def is_shared_with_group(file: Path) -> bool:
 
 
 def is_quiet_wal(file: Path) -> bool:
-    """Decide whether a file is in WAL mode and nobody has it open for writing: a writer has a WAL beside it.
+    """Decide whether a file is in WAL mode and no process has it open for writing: a writer has a WAL beside the file.
 
-    Opens the file only if there is no WAL: closing it releases the locks that SQLite holds for a writer in this process
-    (sqlite.org/howtocorrupt.html, 2.2).
+    Opens the file only if there is no WAL, because closing a file releases SQLite's locks for a writer in the same
+    process (sqlite.org/howtocorrupt.html, 2.2).
     """
     if os.path.lexists(f"{file}-wal"):
         return False
@@ -90,11 +92,12 @@ def is_quiet_wal(file: Path) -> bool:
 
 
 def check_rollback_journal(file: Path, name: str) -> None:
-    """Raise LedgerError if SQLite would, on somebody else's behalf, delete a file or change the ledger.
+    """Raise LedgerError if SQLite would delete a file or change the ledger because of another user's rollback journal.
 
-    It would if a rollback journal beside the ledger names a super-journal, which no transaction of ours has, or if
-    somebody else can have written the journal. The user who unpacks an archive owns its content, so our own ledgers are
-    checked as well. A journal that the ledger's own writer has left is accepted: SQLite needs it to repair the ledger.
+    SQLite would do so if a rollback journal beside the ledger names a super-journal, which no transaction of resihp
+    has, or if another user may have written the journal. The user who unpacks an archive owns its files, so this user's
+    own ledgers are checked as well. A journal of the ledger's own writer is accepted: SQLite needs it to repair the
+    ledger.
     """
     beside = Path(f"{file}-journal")
     together = f"restore {file} and its journal together, or move both away together"
@@ -123,7 +126,8 @@ def check_rollback_journal(file: Path, name: str) -> None:
 
 
 def _other_writer(file: Path, journal: os.stat_result) -> str:
-    """Name the reason why somebody else can have written the journal of a ledger; empty if nobody can.
+    """Return the reason why a user other than the ledger's own writers may have written its journal; empty if there is
+    none.
 
     SQLite gives a journal the permissions of its ledger, so a group that may write both is no reason.
     """
@@ -153,11 +157,12 @@ def _names_super_journal(descriptor: int) -> bool:
 
 
 def private_copy(file: Path, name: str, *, with_journal: bool = False) -> TemporaryDirectory[str]:
-    """Copy another user's SQLite file into a folder of ours, as `ledger.db`; the folder is removed with the object.
+    """Copy another user's SQLite file, as `ledger.db`, into a private folder, which is removed together with the
+    returned object.
 
-    The copy is a snapshot, even while its writer writes. `with_journal`: include the rollback journal that our own
-    writer has left, which SQLite then applies to the copy. Raises LedgerError for a file that is not SQLite's, is too
-    large, or was left half-written by its writer.
+    The copy is a snapshot, even while the file is being written. `with_journal`: also copy the rollback journal that a
+    writer of this user left, which SQLite then applies to the copy. Raises LedgerError for a file that is not a SQLite
+    database, that is too large, or that its writer left unfinished.
     """
     deadline = time.monotonic() + COPY_PATIENCE_S
     while True:
@@ -178,9 +183,9 @@ def private_copy(file: Path, name: str, *, with_journal: bool = False) -> Tempor
 
 
 def _is_copied(file: Path, folder: Path, name: str, *, with_journal: bool) -> bool:
-    """Copy the file and its WAL; return False if they changed meanwhile, so that the copies do not match each other.
+    """Copy the file and its WAL. Return False if they changed in the meantime, so that the copies may not match.
 
-    Data appended to the WAL meanwhile does no harm: its frames are simply not part of the copy.
+    Data that is appended to the WAL in the meantime does no harm: it is not part of the copy.
     """
     with ExitStack() as stack:
         try:
@@ -218,11 +223,11 @@ def _is_copied(file: Path, folder: Path, name: str, *, with_journal: bool) -> bo
 
 
 def _hold_writer(descriptor: int) -> None:
-    """Keep the file's writer from changing it until the descriptor is closed, as every reader with SQLite does.
+    """Prevent the file's writer from changing it until the descriptor is closed, as every reader does in SQLite.
 
-    Otherwise a large file would never be copied between two changes. If the lock is taken, as while a writer is in the
-    middle of a change, do not wait: changes made meanwhile are detected afterwards. An open file description's lock
-    ends with the descriptor, and takes no other lock of this process with it.
+    Otherwise a large file could never be copied between two changes. If the lock is not available, for example while a
+    writer makes a change, do not wait: changes during the copy are detected afterwards. The lock belongs to the open
+    file description: it ends with the descriptor, and releases no other lock of this process.
     """
     with suppress(OSError):
         _lock_shared(descriptor, PENDING_BYTE, 1)
@@ -233,12 +238,12 @@ def _hold_writer(descriptor: int) -> None:
 
 
 def _lock_shared(descriptor: int, start: int, size: int, *, kind: int = fcntl.F_RDLCK) -> None:
-    """Take a shared lock. Raises OSError if another process holds it for writing."""
+    """Acquire or release a shared lock. Raises OSError if another process has locked the bytes for writing."""
     fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack("hhqqi", kind, os.SEEK_SET, start, size, 0))
 
 
 def _has_rollback_journal(file: Path) -> bool:
-    """Decide whether a transaction is under way, or was never finished: then the file alone is incomplete."""
+    """Decide whether a transaction is in progress or was left unfinished: then the file alone is incomplete."""
     try:
         return os.lstat(f"{file}-journal").st_size > 0
     except FileNotFoundError:
@@ -246,7 +251,8 @@ def _has_rollback_journal(file: Path) -> bool:
 
 
 def _copy(descriptor: int, target: Path, name: str) -> None:
-    """Copy as many bytes as the file has now. Raises LedgerError if that is too much for a mere reader."""
+    """Copy as many bytes as the file has at present. Raises LedgerError if the file is too large to be copied for
+    reading."""
     size = os.fstat(descriptor).st_size
     free = shutil.disk_usage(tempfile.gettempdir()).free
     if size > min(MAX_COPY_BYTES, free // 2):

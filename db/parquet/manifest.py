@@ -1,7 +1,7 @@
-"""`manifest.json`: the content of a folder of Parquet files, and the check that it is unchanged.
+"""`manifest.json`: the list of the Parquet files in a folder, and the check that they are unchanged.
 
-Written last, into a folder that is not in its place yet. It lists each file with its rows and digest, so that a folder
-that lacks a month, or has a file of another export, is detected before any of it is used.
+The manifest is written last, before the folder is moved into place. It lists each file with its number of rows and its
+digest, so that a folder that lacks a month, or that has a file of another export, is detected before any file is used.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from resihp.errors import LedgerError
 FORMAT = "resihp ledger"
 MANIFEST = "manifest.json"
 PATH = re.compile(r"[a-z_]+(/month=\d{4}-\d\d/[\w-]+)?\.parquet", re.ASCII)
-"""Path of a file inside the folder: a manifest cannot name anything outside it."""
+"""Permitted path of a file in the folder, so that a manifest cannot name a file outside of it."""
 
 
 class ExportedFile(msgspec.Struct, frozen=True):
-    """One file. `path`: inside the folder, `TABLE.parquet` or `TABLE/month=2026-11/NAME.parquet`. `sha256`: of its
-    bytes, in hex."""
+    """One file. `path`: relative to the folder, `TABLE.parquet` or `TABLE/month=2026-11/NAME.parquet`. `sha256`: digest
+    of its content, in hex."""
 
     path: str
     rows: int
@@ -38,17 +38,17 @@ class ExportedFile(msgspec.Struct, frozen=True):
 
     @property
     def month(self) -> str | None:
-        """Month in which the file's jobs began; None if it has the rows of all jobs."""
+        """Month in which the jobs of this file began; None if the file has the rows of all jobs."""
         _, slash, rest = self.path.partition("/month=")
         return rest.partition("/")[0] if slash else None
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """Content of a folder: its schema, the rows of each table, the jobs' uuids.
+    """Content of an export folder: its schema version, the number of rows of each table, the jobs' uuids.
 
-    `min_reader`: the oldest schema whose clients may read it; empty in older exports. `left_out`: tables and columns of
-    a newer ledger that the exporting client did not know. `files`: empty in older exports, which have one per table.
-    `months`: the state of each month's jobs (`db.parquet.writing`).
+    `min_reader`: oldest schema version of clients that may read it; empty in older exports. `left_out`: tables and
+    columns of a newer ledger that the exporting client did not know. `files`: empty in older exports, which have one
+    file for each table. `months`: the state of each month's jobs (`db.parquet.writing`).
     """
 
     format: str
@@ -66,8 +66,8 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read a folder's manifest. Raises LedgerError if it cannot be read, or is not ours. Looks at no other file in the
-    folder."""
+    """Read a folder's manifest. Raises LedgerError if it cannot be read, or if another program wrote it. Reads no other
+    file of the folder."""
     file = folder / MANIFEST
     try:
         if not file.is_file():  # a pipe is never waited for
@@ -87,8 +87,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_manifest(folder: Path) -> Manifest:
-    """Check an export and return its manifest; reads all its files. Raises LedgerError unless the folder is an export
-    of our schema, or of a newer one that we may read, and each of its files is as it was written."""
+    """Check an export by reading all its files, and return its manifest. Raises LedgerError unless the folder is an
+    export of the newest known schema, or of a newer one that this resihp may read, and each of its files is
+    unchanged."""
     manifest = read_manifest(folder)
     _check_schema(folder, manifest)
     tables = {file.stem for file in folder.glob("*.parquet")}
@@ -108,8 +109,8 @@ def check_manifest(folder: Path) -> Manifest:
 
 
 def foreign(folder: Path, manifest: Manifest, others: list[str]) -> Iterator[str]:
-    """Yield the entries of a folder that belong neither to its manifest nor to `others`; descends into the manifest's
-    sub-folders."""
+    """Yield the entries of a folder that are neither in its manifest nor in `others`. Searches sub-folders only if the
+    manifest names files in them."""
     known_paths = {file.path for file in manifest.files} | set(others)
     within = {str(parent) for path in known_paths for parent in Path(path).parents}
     waiting = sorted(folder.iterdir())
@@ -123,7 +124,7 @@ def foreign(folder: Path, manifest: Manifest, others: list[str]) -> Iterator[str
 
 
 def fault(folder: Path, file: ExportedFile) -> str:
-    """Describe how a file differs from its manifest; empty if it does not."""
+    """Describe how a file differs from its entry in the manifest; empty if it does not differ."""
     path = folder / file.path
     try:
         if not path.exists():
@@ -158,7 +159,7 @@ def _check_schema(folder: Path, manifest: Manifest) -> None:
 
 
 def _check_months(folder: Path, manifest: Manifest) -> None:
-    """Check that no table is missing, and that a split one has a file for each month."""
+    """Raise LedgerError if a table is missing, or if a table with monthly files lacks a month."""
     for expected in (JOBS, MAINTENANCE, *OF_JOBS):
         if not manifest.of(expected.name):
             raise LedgerError(f"export {folder}: {MANIFEST} has no {expected.name}; export it again")
@@ -173,7 +174,7 @@ def _check_months(folder: Path, manifest: Manifest) -> None:
 
 
 def _check_rows(folder: Path, manifest: Manifest) -> None:
-    """Check that each file's own metadata has as many rows as the manifest says."""
+    """Raise LedgerError if the metadata of a file has another number of rows than the manifest."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

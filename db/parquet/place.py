@@ -1,7 +1,7 @@
-"""Place of an export: a new folder, or that of an earlier export, and no other.
+"""The folder of an export: a new folder, or the folder of an earlier export; any other folder is refused.
 
-An export is built beside its place, under a name that begins with a dot, and moved there as a whole. An earlier export
-is moved aside for that moment and removed afterwards: nobody ever finds half of one and half of the other.
+An export is built beside its place, under a name that begins with a dot, and then moved into place as a whole. An
+earlier export is moved aside first and removed afterwards, so that readers never find a mixture of two exports.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from resihp.errors import UsageError
 
 
 def earlier_export(folder: Path) -> Manifest | None:
-    """Return the manifest of the export at `folder`, complete or not; None if nothing is there. Raises UsageError if
-    the folder holds anything that is not an export's."""
+    """Return the manifest of the export in `folder`, complete or not; None if the folder is missing or empty. Raises
+    UsageError if the folder contains anything that does not belong to an export."""
     if not folder.exists() and (aside := _moved_aside(folder)):
         aside[-1].rename(folder)  # an export was killed between moving this aside and moving its own here
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
@@ -38,7 +38,7 @@ def earlier_export(folder: Path) -> Manifest | None:
 
 
 def put_in_place(part: Path, folder: Path) -> None:
-    """Move a complete folder into place, where another export may be; it is on disk before it gets its name."""
+    """Move a complete export into place, and replace an earlier one. All its files are flushed to disk before."""
     for path in (*part.rglob("*"), part):
         _sync(path)
     if folder.exists():
@@ -57,7 +57,7 @@ def put_in_place(part: Path, folder: Path) -> None:
 
 
 def _moved_aside(folder: Path) -> list[Path]:
-    """Return folders that exports into this place moved aside: the present export's, or those of exports that were
+    """Return the folders that exports to this place have moved aside: by the current export, or by exports that were
     killed."""
     aside = folder.parent.glob(f".{glob.escape(folder.name)}.*.old")
     return sorted(path for path in aside if path.lstat().st_uid == os.geteuid())  # others may write here, too

@@ -1,7 +1,7 @@
-"""Reader of a folder that `db.parquet.writing` wrote, or of an older export with one file per table.
+"""Reader of an export folder that `db.parquet.writing` wrote, or of an older export with one file for each table.
 
-Both are checked first (`manifest.check_manifest`), but are still not trusted: rows go through the ledger's constraints,
-and rows that are not in an export's order are refused rather than searched.
+Exports are checked first (`manifest.check_manifest`), but are still not trusted: their rows have to satisfy the
+ledger's constraints, and rows that are not in an export's order are refused.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ ROWS_AT_ONCE = 20_000
 
 
 def open_export(folder: Path) -> Source:
-    """Open an export. Raises LedgerError unless all of it can be read and is as it was written."""
+    """Open an export. Raises LedgerError unless it is complete, readable and unchanged."""
     manifest = check_manifest(folder)
     return Folder(folder, manifest) if manifest.files else FormerFolder(folder)
 
 
 @dataclass
 class JobRows:
-    """A job's rows in one row group of a file."""
+    """The position of a job's rows in one row group of a file."""
 
     file: pq.ParquetFile
     path: str
@@ -44,8 +44,8 @@ class JobRows:
 
 @dataclass
 class Folder:
-    """Reads each row group once if jobs are asked for in the order of the files: the last row group of each table is
-    kept."""
+    """Reader of an export. If jobs are requested in the order of the files, each row group is read once, because the
+    last row group of each table is cached."""
 
     path: Path
     manifest: Manifest
@@ -53,7 +53,7 @@ class Folder:
     _last: dict[str, tuple[pq.ParquetFile, int, pa.Table]] = field(default_factory=dict)
 
     def left_out(self) -> list[str]:
-        """Return the unknown tables and columns, also where a table has several files."""
+        """Return the tables and columns in the files that this resihp does not know."""
         return _left_out(self.path, [file.path for file in self.manifest.files])
 
     def jobs(self) -> list[Row]:
@@ -97,7 +97,7 @@ class Folder:
         return last[2]
 
     def _locate_jobs(self, table: Table) -> dict[str, list[JobRows]]:
-        """Return the place of each job's rows, from one column of each file."""
+        """Return the positions of each job's rows, by uuid, from one column of each file."""
         import pyarrow.parquet as pq
 
         runs: dict[str, list[JobRows]] = {}
@@ -114,7 +114,7 @@ class Folder:
 
     def _runs_in(self, column: pa.ChunkedArray, path: str) -> Iterator[tuple[str, int, int]]:
         """Yield each job's uuid with the start and number of its rows in a row group. Raises LedgerError if a job's
-        rows are not contiguous; in every export they are, and scattered rows would be a way to make reading slow."""
+        rows are not contiguous, as they are in every export: scattered rows could make reading very slow."""
         import numpy as np
         import pyarrow as pa
 
@@ -132,7 +132,8 @@ class Folder:
 
 @dataclass(frozen=True)
 class FormerFolder:
-    """An older export: its manifest lists no files, it has no maintenance records, and a row group per job."""
+    """Reader of an older export: its manifest lists no files, it has no maintenance records, and each job has a row
+    group of its own."""
 
     path: Path
 
@@ -164,20 +165,21 @@ class FormerFolder:
 
 
 def read_errors() -> tuple[type[Exception], ...]:
-    """Return the errors of reading a malicious file, including impossible times and undecodable texts."""
+    """Return the types of errors that reading a damaged or malicious file may raise, including those for impossible
+    times and undecodable texts."""
     import pyarrow as pa
 
     return OSError, KeyError, ValueError, OverflowError, pa.ArrowException
 
 
 def _values(part: Any) -> list[Values]:
-    """Return the rows of a table, or of a batch."""
+    """Return the rows of an Arrow table or batch."""
     return list(zip(*(column.to_pylist() for column in part.columns), strict=True))
 
 
 def _fit_to_schema(raw: pa.Table, table: Table) -> pa.Table:
-    """Return the table that was read with the columns and types of `columns_of`. Raises pyarrow's error if it does not
-    fit."""
+    """Return a table with the columns and types of `columns_of`, from the raw table of a file. Missing columns become
+    null. Raises pyarrow's error if the types do not fit."""
     import pyarrow as pa
 
     names = columns_of(table)

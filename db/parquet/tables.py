@@ -1,7 +1,7 @@
-"""The tables and columns of a ledger that are copied, as rows and as Parquet, and which tables are split by month.
+"""The tables and columns of a ledger that are copied, as rows and as Parquet, and the tables that are split by month.
 
-A ledger's own number of a job is not copied: in files, `job_uuid` replaces it. pyarrow is imported where it is used,
-here and in the modules beside this one: most users of `db` do not need it.
+The number that identifies a job within its ledger is not copied: files have `job_uuid` in its place. In this package,
+pyarrow is imported only where it is used, because most users of `db` do not need it.
 """
 
 from __future__ import annotations
@@ -19,49 +19,51 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 Values = tuple[Any, ...]
-"""A row, in the order of `columns_of` its table."""
+"""A row, with values in the order of the table's `columns_of`."""
 JOBS, MAINTENANCE = cast(Table, JobRow.__table__), cast(Table, MaintenanceRow.__table__)
 OF_JOBS = tuple(table for table in LedgerTable.metadata.sorted_tables if "job_id" in table.c)
-"""Every table whose rows belong to jobs; referenced tables first."""
+"""All tables with rows that belong to jobs; referenced tables come first."""
 MONTHLY_TABLES = tuple(
     table for table in OF_JOBS if table.name in ("events", "iterations", "rank_quantiles", "rank_reports", "scores")
 )
-"""Tables that grow with iterations: one file for each month in which jobs began. Each other table is a single file."""
+"""Tables that grow with the number of iterations. They have one file for each month in which jobs began; each other
+table is one file."""
 
 
 def columns_of(table: Table) -> tuple[str, ...]:
-    """Return the columns to copy: not a ledger's numbers of its own rows, nor the database user who wrote them."""
+    """Return the columns to copy: all except those that identify rows only within one ledger, and the database user who
+    wrote the row."""
     return tuple(column.name for column in table.columns if column.name not in ("id", "job_id", "written_by"))
 
 
 def month_of(started_at: datetime) -> str:
-    """Return the month of a job, regardless of its duration: the one in which it began, in UTC."""
+    """Return the month in which a job began, in UTC. All rows of the job belong to this month."""
     return f"{started_at.year:04}-{started_at.month:02}"
 
 
 def file_order_key(job: Row) -> tuple[str, str]:
-    """Return the sort key of a job's place in files: its month, then its uuid."""
+    """Return the sort key of a job in files: its month, then its uuid."""
     return month_of(job["started_at"]) if job["started_at"] else "", str(job["uuid"])
 
 
 class Source(Protocol):
-    """Source of jobs; of the newest schema, or of a newer one that permits us to read it."""
+    """Source of jobs, with the newest known schema, or with a newer one that this resihp may read."""
 
     def left_out(self) -> list[str]:
-        """Return its tables and columns that we do not know, and do not pass on."""
+        """Return the source's tables and columns that this resihp does not know and does not copy."""
 
     def jobs(self) -> list[Row]:
-        """Return rows of `jobs`, without their number."""
+        """Return the rows of the table `jobs`, without their number in the ledger."""
 
     def rows(self, table: Table, uuid: str) -> Iterator[Sequence[Values]]:
-        """Yield a job's rows in parts of limited size."""
+        """Yield the rows of a job in one table, in parts of limited size."""
 
     def maintenance(self) -> list[Row]:
         """Return the maintenance records that count for the current user."""
 
 
 def arrow_schema(table: Table) -> pa.Schema:
-    """Return the schema of a table's files."""
+    """Return the Arrow schema of a table's files."""
     import pyarrow as pa
 
     fields = [pa.field("job_uuid", pa.string(), nullable=False)] if table in OF_JOBS else []

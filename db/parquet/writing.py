@@ -1,12 +1,12 @@
-"""Writer of a folder of Parquet files: one per table, and one per month for tables that grow with iterations.
+"""Writer of an export folder: one Parquet file per table, and one per month for tables that grow with iterations.
 
     manifest.json
     jobs.parquet  plans.parquet  maintenance.parquet  ...
     iterations/month=2026-11/part-0.parquet  rank_reports/month=2026-11/part-0.parquet  ...
 
-A month is kept from an earlier export if its jobs have not changed since and its files are intact; the other months,
-and all tables that are not split, are written anew. Jobs are ordered by month, then by uuid, with all rows of a job
-together: a reader of one job reads a row group or two.
+The files of a month are taken over from an earlier export if the jobs of the month have not changed and its files are
+intact. The files of the other months, and of all tables that are not split by month, are written. Jobs are ordered by
+month, then by uuid, and all rows of a job are contiguous, so that a reader of one job reads one or two row groups.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 ROWS_IN_GROUP = 100_000
-"""Smallest size of a row group, where a table has that many rows; no group has twice as many. Parquet's readers are
-built for such groups, and they fit in a reader's memory."""
+"""Smallest number of rows in a row group, if the table has that many; no group has twice as many. Parquet's readers are
+made for groups of this size, which also fit into a reader's memory."""
 BYTES_IN_GROUP = 256 << 20
-"""A row group of this size is written regardless of its number of rows: texts are unbounded."""
+"""Size in bytes from which on a row group is written, whatever its number of rows, because texts may be long."""
 PART_FILE = "part-0.parquet"
 
 
@@ -53,13 +53,13 @@ class StatedSource(Source, Protocol):
     """A source that cheaply reports whether a job's rows have changed."""
 
     def states(self) -> Mapping[str, Sequence[Any]]:
-        """Return, by job uuid, a value that changes whenever a row of `MONTHLY_TABLES` changes."""
+        """Return, by job uuid, a value that changes whenever any row of `MONTHLY_TABLES` changes."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export. `written` and `kept`: months, oldest first, whose files were written anew, or taken over
-    from the earlier export."""
+    """Result of an export. `written`: months with files that were written; `kept`: months with files that were taken
+    over from the earlier export. Both are in order, oldest first."""
 
     manifest: Manifest
     written: tuple[str, ...]
@@ -74,8 +74,9 @@ def write(
     min_reader: str,
     before: tuple[Path, Manifest] | None = None,
 ) -> Exported:
-    """Fill an empty folder, the manifest last. Its content has our schema, regardless of the source's: parts that we do
-    not know are left out. `before`: an export whose unchanged files are linked or copied; it stays as it is."""
+    """Write an export into an empty folder, the manifest last. The export has the newest known schema, whatever the
+    source's: unknown parts of the source are left out. `min_reader`: oldest schema version of clients that may read the
+    export. `before`: an earlier export with unchanged files that are linked or copied; it is not changed."""
     from resihp import __version__
 
     months: dict[str, list[Row]] = {}
@@ -122,13 +123,15 @@ def write(
 
 
 def _state(jobs: Iterable[Row], states: Mapping[str, Sequence[Any]]) -> str:
-    """Return the state of a month: it changes if a job is added or removed, or if the state of one changes."""
+    """Return the state of a month: a digest that changes if a job is added or removed, or if the state of a job
+    changes."""
     job_states = [(job["uuid"], job["journal_seq"], job["last_entry_at"], states.get(job["uuid"], ())) for job in jobs]
     return sha256(msgspec.json.encode(job_states)).hexdigest()
 
 
 def _take_over_month(before: tuple[Path, Manifest] | None, month: str, state: str, folder: Path) -> list[ExportedFile]:
-    """Take over the files of a month from the earlier export; return none if the month has to be written anew."""
+    """Link or copy the files of a month from the earlier export. Return no files if the month must be written
+    instead."""
     if before is None or before[1].schema != migrate.head() or before[1].months.get(month) != state:
         return []
     place, manifest = before
@@ -161,7 +164,7 @@ def _of_jobs(source: Source, table: Table, jobs: Iterable[Row], folder: Path, pa
 
 
 def _file(folder: Path, path: str, table: Table, parts: Iterable[Sequence[Sequence[Any]]]) -> ExportedFile:
-    """Write a table's file from parts in columns."""
+    """Write a table's file; each part has the values by column."""
     place = folder / path
     place.parent.mkdir(parents=True, exist_ok=True)
     with closing(_RowGroups(place, arrow_schema(table))) as groups:
@@ -172,7 +175,7 @@ def _file(folder: Path, path: str, table: Table, parts: Iterable[Sequence[Sequen
 
 
 class _RowGroups:
-    """A file written in row groups of suitable size, regardless of the size of the parts."""
+    """A file that is written in row groups of suitable size, whatever the size of the added parts."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         import pyarrow.parquet as pq

@@ -1,5 +1,5 @@
-"""A journal's records as rows of the ledger, one function for each type of entry.
+"""Rows of the ledger that follow from a journal's records, with one function for each type of entry.
 
-`applying` applies records in their order, and has the table of these functions; the modules beside it have the
-functions, by the rows that they write. `columns` and `statements` serve all of them.
+`applying` applies records in order, and has the table of these functions. The other modules contain the functions,
+grouped by the rows that they write; all modules use `columns` and `statements`.
 """

@@ -1,6 +1,6 @@
-"""Applies journal records to the rows of a ledger, in their order, with one function per type of entry.
+"""Applies journal records to the rows of a ledger in order, with one function for each type of entry.
 
-Applying a record advances `jobs.journal_seq`, so that the rows and the number of the last applied record always agree;
+Applying a record advances `jobs.journal_seq`, so that the rows always agree with the number of the last applied record;
 applying a record twice changes nothing. Reads no file and no clock. Called by `db.writing.transactions`.
 """
 
@@ -22,19 +22,21 @@ from resihp.record.describe import explain
 
 
 def follows(record: journal.Record, seq: int) -> bool:
-    """Decide whether no record is missing between record `seq` and this one: numbers are consecutive within a term."""
+    """Decide whether `record` may directly follow record `seq`, without a missing record between them. Numbers are
+    consecutive within a term."""
     entry = record.entry
     return record.seq <= seq + 1 or (isinstance(entry, journal.LeaderChosen) and entry.after <= seq)
 
 
 def overtakes(record: journal.Record, seq: int) -> bool:
-    """Decide whether a leader begins here without all applied records: those later than `after` were never decided."""
+    """Decide whether `record` starts a leader that lacks some of the applied records. Records later than its `after`
+    were never decided."""
     entry = record.entry
     return isinstance(entry, journal.LeaderChosen) and entry.after < seq < record.seq
 
 
 def apply(session: Session, job: models.JobRow, record: journal.Record) -> None:
-    """Apply one record unless it was applied before. Records come in order of `seq`."""
+    """Apply one record, unless it was applied before. Records must come in order of `seq`."""
     if record.seq <= job.journal_seq:
         return
     entry = record.entry
@@ -52,7 +54,7 @@ def apply(session: Session, job: models.JobRow, record: journal.Record) -> None:
 
 
 def apply_all(session: Session, job: models.JobRow, records: Iterable[journal.Record]) -> None:
-    """Apply records as `apply` does, but consecutive ones of a frequent type in one statement."""
+    """Apply records as `apply` does, but write consecutive records of a frequent type in one statement."""
     for kind, group in groupby(records, lambda record: type(record.entry)):
         if kind not in _APPLY_MANY:
             for record in group:
@@ -71,15 +73,15 @@ def apply_all(session: Session, job: models.JobRow, records: Iterable[journal.Re
 
 
 def apply_as_event(session: Session, job: models.JobRow, record: journal.Record, error: str) -> None:
-    """Keep a record that fits no table as an event that says so, so that it does not hold up later records.
+    """Store a record that fits no table as an event with the error, so that it does not block later records.
 
-    The event holds text only: one of the record's figures does not fit, and we do not know which.
+    The event has only a text: one of the record's figures does not fit, and it is unknown which.
     """
     if record.seq <= job.journal_seq:
         return
     kind = type(record.entry).__name__
     text = stored_text(f"record {record.seq}: {kind} does not fit the ledger: {error}")
-    with suppress(ValueError):  # not a time: it happened after the record before it
+    with suppress(ValueError):  # not a time; last_entry_at then stays that of the previous record
         job.last_entry_at = moment(record.at)
     session.add(
         models.EventRow(job_id=job.id, seq=record.seq, at=job.last_entry_at, kind=f"Unprojected{kind}", text=text)
@@ -88,7 +90,7 @@ def apply_as_event(session: Session, job: models.JobRow, record: journal.Record,
 
 
 def _event(job: models.JobRow, record: journal.Record, kind: str, text: str) -> dict[str, Any]:
-    """Return the columns of an `EventRow`."""
+    """Return the columns of the `EventRow` for a record."""
     entry: Any = record.entry
     plan = getattr(entry, "plan", None)
     ranks: tuple[int, ...] = getattr(entry, "ranks", ())
@@ -108,7 +110,7 @@ def _event(job: models.JobRow, record: journal.Record, kind: str, text: str) -> 
 
 
 def _event_only(session: Session, job: models.JobRow, entry: journal.AnyEntry, at: float) -> None:
-    """Event only: nothing but its text is kept."""
+    """Change no row: only the text of the event is stored."""
 
 
 _APPLY_MANY: dict[type, Callable[[Session, models.JobRow, Sequence[Any]], None]] = {

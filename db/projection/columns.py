@@ -1,6 +1,6 @@
-"""Values that every database accepts, from those of a journal: times, text, figures.
+"""Converts values of a journal (times, texts, figures) into values that every database accepts.
 
-Decides how a value is changed so that it fits. Reads no file and no clock. Called by the modules beside it.
+Decides how a value is changed so that it fits. Reads no file and no clock. Called by the other modules of this package.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ def moment(at: float) -> datetime:
 
 
 def stored_text(text: str) -> str:
-    """Return text that every database accepts: PostgreSQL rejects NUL, UTF-8 lone surrogates."""
+    """Return a text that every database accepts, cut to `MAX_TEXT` characters: PostgreSQL rejects NUL, and UTF-8 lone
+    surrogates."""
     return text.replace("\x00", "\\0").encode("utf-8", "backslashreplace").decode()[:MAX_TEXT]
 
 
 def finite(value: float | None) -> float | None:
-    """Return the number, None if it is not finite: SQLite would store NULL, PostgreSQL NaN."""
+    """Return `value`; None if it is not finite, since SQLite would store NULL and PostgreSQL NaN."""
     return None if value is None or not math.isfinite(value) else value

@@ -1,6 +1,6 @@
-"""Slurm's side of a job: rows of drained nodes, and of nodes asked for in place of others.
+"""Rows about a job's requests to Slurm: drained nodes, and nodes requested in place of lost ones.
 
-Decides how Slurm's answers change these rows; never asks Slurm. Called by `applying` beside it.
+Decides how Slurm's answers change these rows; never calls Slurm. Called by `applying`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from db.projection.columns import moment, stored_text
 from resihp.record import journal
 
 DRAIN_STEPS = ("slurm", "spool", "exclusion")
-"""Steps of the drain ladder, the most effective first."""
+"""Steps of the drain ladder, most effective first."""
 
 
 def decide_drain(session: Session, job: models.JobRow, entry: journal.DrainDecided, at: float) -> None:
@@ -90,7 +90,7 @@ def change_replacement(session: Session, job: models.JobRow, entry: journal.Repl
 
 
 def note_undrained(session: Session, job: models.JobRow, entry: journal.SlurmSaw, at: float) -> None:
-    """Record that somebody undrained a node: we had drained it, and Slurm uses it again."""
+    """Record that Slurm uses a node again that the job had drained through Slurm."""
     base, *flags = entry.state.split("+")
     if base not in ("idle", "allocated", "mixed") or "drain" in flags:
         return

@@ -1,6 +1,6 @@
-"""Rows of failures, and of the measurements of devices and links.
+"""Rows of failures, and of measurements of devices and links.
 
-Decides how the entries about them change these rows; never looks for a cause. Called by `applying` beside it.
+Decides how journal entries change these rows; never looks for a cause. Called by `applying`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def add_failure(session: Session, job: models.JobRow, entry: journal.FailureFoun
 
 
 def _node_of(session: Session, job: models.JobRow, link: tuple[int, int], node: str | None) -> str | None:
-    """Return the node at the other end of a link; the same node for a link inside a node."""
+    """Return the node at the other end of a link; `node` itself for a link inside one node."""
     ends = [session.get(models.WorkerRow, (job.id, rank)) for rank in link]
     nodes = [end.node for end in ends if end is not None]
     others = [candidate for candidate in nodes if candidate != node]

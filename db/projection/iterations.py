@@ -1,6 +1,6 @@
 """Rows of committed iterations and of checkpoints.
 
-Decides how the entries about them change these rows; never drops an iteration. Called by `applying` beside it.
+Decides how journal entries change these rows; never drops an iteration. Called by `applying`.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def commit_iterations(
 
 
 def add_evaluation(session: Session, job: models.JobRow, entry: journal.EvaluationDone, at: float) -> None:
-    """Add the loss to the iteration's row. The iteration that the job resumed from has no row; then only the event
-    remains."""
+    """Add the validation loss to the iteration's row. The iteration from which the job resumed has no row; its loss is
+    only in the event."""
     row = session.get(models.IterationRow, (job.id, entry.iteration))
     if row is not None:
         row.validation_loss = finite(entry.loss)

@@ -1,8 +1,7 @@
-"""The row of a job, found or created by the first record of its journal; and the removal of all its rows.
+"""The row of a job: finds or creates it by the first record of the job's journal, and can delete all rows of the job.
 
-Decides how the entries about a job change its row; never writes another job's row, except for the accounts of earlier
-attempts (`db.settling`). Called by `applying` beside it, `db.writer`, `db.writing.transactions` and
-`db.exchange`.
+Decides how journal entries change the job's row; never writes another job's row, except for the cost accounts of
+earlier attempts (`db.settling`). Called by `applying`, `db.writer`, `db.writing.transactions` and `db.exchange`.
 """
 
 from __future__ import annotations
@@ -24,13 +23,14 @@ RUN_LENGTH = 36
 TELEMETRY_TABLES = tuple(
     row.__tablename__ for row in (models.RankReportRow, models.RankQuantilesRow, models.RankScoreRow)
 )
-"""Tables that do not follow from the journal."""
+"""Telemetry tables: their rows do not follow from the journal."""
 
 
 def job_of(session: Session, first: journal.Record) -> models.JobRow:
-    """Return the row of the job with a journal that begins with `first`, created if missing; locked where locks exist.
+    """Return the row of the job with a journal that begins with `first`; create it if missing. The row is locked if the
+    database has row locks.
 
-    Raises LedgerError if it belongs to another database user.
+    Raises LedgerError if the job belongs to another database user.
     """
     key = job_uuid(first)
     assert isinstance(first.entry, journal.JobStarted)
@@ -44,15 +44,16 @@ def job_of(session: Session, first: journal.Record) -> models.JobRow:
 
 
 def last_written_seq(session: Session, first: journal.Record) -> int:
-    """Return the number of the last applied record of a journal that begins with `first`; 0 if there is none."""
+    """Return the number of the last applied record of the journal that begins with `first`; 0 if none was applied."""
     return session.scalar(select(models.JobRow.journal_seq).where(models.JobRow.uuid == job_uuid(first))) or 0
 
 
 def own_job(session: Session, key: str, name: str) -> models.JobRow | None:
-    """Return the job of that uuid, locked where locks exist; None if there is none. `name` is for messages.
+    """Return the row of the job with uuid `key`, locked if the database has row locks; None if there is none. `name` is
+    for messages.
 
-    Raises LedgerError if another database user has written it: PostgreSQL locks rows only for users who may change
-    them, but shows them to everybody.
+    Raises LedgerError if another database user wrote the job: PostgreSQL locks rows only for users who may change them,
+    but shows them to all users.
     """
     query = select(models.JobRow).where(models.JobRow.uuid == key)
     job = session.scalars(query.with_for_update()).one_or_none()
@@ -65,7 +66,7 @@ def own_job(session: Session, key: str, name: str) -> models.JobRow | None:
 
 
 def forget(session: Session, job: models.JobRow) -> None:
-    """Delete all rows that came from the journal, so that it can be applied again."""
+    """Delete all rows of the job that follow from its journal, so that the journal can be applied again."""
     for table in reversed(models.LedgerTable.metadata.sorted_tables):
         if "job_id" in table.c and table.name not in TELEMETRY_TABLES:
             session.execute(delete(table).where(table.c.job_id == job.id))
@@ -119,7 +120,7 @@ def change_coverage(session: Session, job: models.JobRow, entry: journal.Coverag
 
 
 def resume_job(session: Session, job: models.JobRow, entry: journal.LeaderChosen, at: float) -> None:
-    """Mark the job as running: a reader that had declared it ended did not know of this leader."""
+    """Mark the job as running again: a reader that had recorded its end did not know of this leader."""
     job.state = "running"
     job.exit_code = job.reason = job.ended_at = job.account = None
 

@@ -1,6 +1,6 @@
-"""Rows of nodes, their stays and devices, and of workers.
+"""Rows of nodes, of their stays in a job and their devices, and of workers.
 
-Decides how the entries about them change these rows; never judges a node. Called by `applying` beside it.
+Decides how journal entries change these rows; never judges a node. Called by `applying`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def join_nodes(session: Session, job: models.JobRow, joined: Sequence[tuple[jour
 
 
 def _membership(node: Mapping[str, Any], inventory: journal.NodeInventory) -> dict[str, Any]:
-    """Return the columns of a `MembershipRow` that begins."""
+    """Return the columns of the `MembershipRow` for a stay that begins."""
     return {
         **{name: node[name] for name in ("job_id", "node", "joined_at", "host", "devices", "lost_at", "lost_reason")},
         "how": None,

@@ -1,6 +1,6 @@
-"""Rows of plans, of changes that were declined, and of reconfigurations.
+"""Rows of plans, of declined changes, and of reconfigurations.
 
-Decides how the entries about them change these rows; never weighs a plan. Called by `applying` beside it.
+Decides how journal entries change these rows; never evaluates a plan. Called by `applying`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def put_in_effect(session: Session, job: models.JobRow, entry: journal.PlanInEff
 
 
 def refuse_plan(session: Session, job: models.JobRow, entry: journal.PlanRefused, at: float) -> None:
-    """Record the refusal. Our own check may refuse a plan before it is journaled; then only the event remains."""
+    """Record that a plan was refused. If the controller's own check refused it before it was journaled, the plan has no
+    row, and only the event is stored."""
     plan = session.get(models.PlanRow, (job.id, entry.epoch))
     if plan is not None:
         plan.refused_reason = stored_text(entry.reason)
@@ -129,8 +130,8 @@ def end_reconfiguration(session: Session, job: models.JobRow, entry: journal.Rec
 def recovery_times(
     session: Session, job: models.JobRow, entry: journal.Reconfigured, at: float
 ) -> RecoveryTimes | None:
-    """Return the recovery times of all failures that a change of plan ended, taken together; None if nothing had
-    failed."""
+    """Return the recovery times of all failures that a reconfiguration ended, taken together; None if there were
+    none."""
     failures = [session.get(models.FailureRow, (job.id, failure)) for failure in entry.failures]
     moments = [Moments.of_times(row.failed_at, row.noticed_at) for row in failures if row is not None]
     return recovery(first_of(moments), at) if moments else None

@@ -1,6 +1,7 @@
-"""Statements that write rows past the session: many rows at once, or a row that another client may write as well.
+"""SQL statements that bypass the session: for many rows at once, or for a row that another client may write as well.
 
-Decides whether existing rows are replaced or kept; never the contents of a row. Called by the modules beside it.
+Decides whether existing rows are replaced or kept; never decides the contents of a row. Called by the other modules of
+this package.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def upsert(
     session.flush()
     for instance in session:
         if isinstance(instance, row):
-            session.expire(instance)  # a statement changes rows behind the session's back
+            session.expire(instance)  # the statement changes rows without the session's knowledge
     connection = session.connection()
     table = row.__table__
     assert isinstance(table, Table)
@@ -32,7 +33,7 @@ def upsert(
 
 
 def add_if_missing(session: Session, row: type[models.LedgerTable], values: Mapping[str, Any]) -> None:
-    """Insert one row that another client may insert at the same time."""
+    """Insert one row, unless it exists: another client may insert it at the same time."""
     connection = session.connection()
     table = row.__table__
     assert isinstance(table, Table)

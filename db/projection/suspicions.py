@@ -1,6 +1,6 @@
-"""Rows of suspicions, and the failures that they led to.
+"""Rows of suspicions, and their links to the failures that they led to.
 
-Decides which suspicions a failure settles; never raises one. Called by `applying` and `failures` beside it.
+Decides which suspicions a failure settles; never raises a suspicion. Called by `applying` and `failures`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from resihp.record import journal
 
 
 def record_suspicion(session: Session, job: models.JobRow, entry: journal.Suspected, at: float) -> None:
-    """Record a suspicion. Unnumbered ones become events only: older journals do not number those of silence."""
+    """Record a suspicion. Suspicions without a number are stored as events only: older journals do not number
+    suspicions of silence."""
     if entry.suspicion == 0:
         return
     slow = entry.kind == "slow"
@@ -53,7 +54,7 @@ def record_suspicion(session: Session, job: models.JobRow, entry: journal.Suspec
 
 
 def _ensured_kind(session: Session, entry: journal.Suspected) -> str:
-    """Return a suspicion's kind, after adding it to the table of kinds if it is missing."""
+    """Return a suspicion's kind, after adding it to the table of kinds if it is missing there."""
     kind = stored_text(entry.sort)
     if session.get(models.SuspicionKindRow, kind) is None:
         add_if_missing(session, models.SuspicionKindRow, {"kind": kind, "meaning": kind.replace("-", " ")})
@@ -61,7 +62,7 @@ def _ensured_kind(session: Session, entry: journal.Suspected) -> str:
 
 
 def confirm_suspicions(session: Session, job: models.JobRow, entry: journal.FailureFound, at: float) -> None:
-    """Settle suspicions after a verdict that something is slow: the matching ones that are open or ended with a
+    """After a verdict that a component is slow, settle the matching suspicions that are open or that ended with a
     verdict."""
     matching = select(models.SuspicionRow).where(
         models.SuspicionRow.job_id == job.id,
@@ -75,7 +76,7 @@ def confirm_suspicions(session: Session, job: models.JobRow, entry: journal.Fail
 
 
 def link_to_loss(session: Session, job: models.JobRow, entry: journal.FailureFound) -> None:
-    """Link suspicions of silence that ended in a loss to the failure that names their ranks or node."""
+    """Link suspicions of silence that ended in a loss to the failure with the same ranks or node."""
     matching = select(models.SuspicionRow).where(
         models.SuspicionRow.job_id == job.id,
         models.SuspicionRow.failure.is_(None),

@@ -1,4 +1,4 @@
-"""Comparison of two jobs: the differences between them, and the time of an iteration at equal work. Reads only.
+"""Comparison of two jobs: their differences, and the time of their iterations at equal work. Reads only.
 
 Called by `resihp compare` and `db.reading.queries`.
 """
@@ -17,22 +17,23 @@ from db.reading.reader import Reader
 from db.reading.tables import Row
 
 SIGNIFICANT_ERRORS = 2.0
-"""Number of standard errors from which a difference counts."""
+"""Number of standard errors that a difference must exceed to be reported as a difference."""
 FROM_JOBS = {
     **{"nodes": "nodes", "GPUs a node": "gpus_per_node", "TP": "tp", "PP": "pp", "schedule": "schedule"},
     **{"cluster": "cluster", "partition": "partition", "resihp": "version", "torch": "torch"},
     **{"megatron-core": "megatron_core", "CUDA": "cuda", "NCCL": "nccl", "commit of the script": "script_commit"},
 }
-"""Column of each compared property."""
+"""Column of `jobs` for each compared property."""
 
 
 def compare(reader: Reader, first: Row, others: Reader, second: Row) -> list[Row]:
-    """Return the differences between two jobs, rows of `Reader.job` of one ledger or of two; then the times of
-    iterations.
+    """Return the differences between two jobs, and then the times of their iterations. `first` and `second` are rows of
+    `Reader.job`, of one ledger or of two.
 
-    `what`, `first`, `second` (texts), `difference` (for a figure, relative to the first job; else None). The last row
-    is the verdict: device-seconds for a million tokens, as medians of iterations under each job's first plan before
-    anything was slow; a difference of less than twice its standard error counts as none.
+    Columns: `what`, `first` and `second` (texts), and `difference` (for a figure, relative to the first job; else
+    None). The last row is the verdict: device-seconds for a million tokens, as medians over the iterations under each
+    job's first plan, before anything was slow. A difference of less than twice its standard error is reported as no
+    difference. The verdict is omitted if a job has too few such iterations.
     """
     jobs = ((reader, first), (others, second))
     rows = [row for row in _facts(*jobs) if row["first"] != row["second"]]
@@ -109,7 +110,7 @@ def _work(job: Row) -> object:
 
 
 def _decoded(content: str | None) -> dict[str, Any]:
-    """Decode a JSON column; imported rows may hold anything, so malformed ones count as empty."""
+    """Decode a JSON column. Imported rows may be malformed; malformed values count as empty."""
     try:
         return msgspec.json.decode(content or "{}", type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
@@ -117,7 +118,8 @@ def _decoded(content: str | None) -> dict[str, Any]:
 
 
 def _iterations(reader: Reader, job: Row) -> list[Row]:
-    """Return the iterations of the first plan that took effect, before anything was slow, each with its `devices`."""
+    """Return the iterations under the first plan that took effect, before anything was slow, each with its number of
+    `devices`."""
     plans = [row for row in reader.narrow("plans", job["id"]) if row["in_effect_at"] is not None]
     if not plans:
         return []

@@ -1,8 +1,8 @@
-"""Statistics over many jobs: failures by node, component, cause or job; and nodes to distrust.
+"""Statistics over many jobs: failures by node, component, cause or job, and nodes to distrust.
 
-Each question has a part that reads one ledger, returning few rows because the database counts, and a part that joins
-the results of several ledgers: a cluster's PostgreSQL is one, a home of jobs with a SQLite file each is many. Called by
-`history` and `db.reading.queries`. Reads only; `resihp.detector.lemons` judges nodes.
+Each query has two parts. The first reads one ledger and returns few rows, because the database does the counting. The
+second combines the results of several ledgers: a cluster's PostgreSQL is one ledger, while a home of jobs with a SQLite
+file each has many. Called by `history` and `db.reading.queries`. Reads only; `resihp.detector.lemons` judges nodes.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ By = Literal[
     "month",
 ]
 GROUPS: tuple[By, ...] = get_args(By)
-"""`version` is resihp's; `hardware`: whether it is the cause; a `week` is named by its Monday."""
+"""`version`: of resihp; `hardware`: whether hardware is the cause; a `week` is named by its Monday."""
 GROUP_COLUMNS = {"job": "uuid", "account": "slurm_account"} | {
     name: name for name in ("owner", "partition", "cluster", "version", "torch")
 }
-"""The column of `jobs` for each way of grouping by a property of the job. A job is counted by its uuid, because job
-names repeat between folders and hosts."""
+"""Column of `jobs` for each grouping by a property of the job. A job is identified by its uuid, because job names
+repeat between folders and hosts."""
 FAILURE_KINDS = ("fail-stop", "fail-slow", "communication", "program")
 MEAN_COLUMNS = ("detect_seconds", "recover_seconds", "without_noticing_seconds")
-"""Mean times of failures: from injection until noticed (injected faults only); from the failure to the first iteration
-after it; and the same from the notice."""
+"""Mean times of failures: from injection to the notice (injected faults only); from the failure to the first iteration
+after it; and from the notice to that iteration."""
 NO_NAME = "-"
-"""Name for failures without a node, and jobs without an account."""
+"""Name of the group of failures without a node, or of jobs without an account."""
 
 _NUMBERED = re.compile(r"\b(ranks?|nodes?|device|pid|iteration|step) [^\s:;,()]*[\w.-]+(?:, \d+(?:-\d+)?)*")
 _FIGURE = re.compile(r"\b\d+(?:\.\d+)? ?(s|ms|%|GB|MB|iterations)(?!\w)")
@@ -69,7 +69,8 @@ def failures_by(
     since: datetime | None = None,
     until: datetime | None = None,
 ) -> list[Row]:
-    """Return counts and sums of one ledger's failures, for `joined`; of all jobs, or one; of one `user`'s."""
+    """Return counts and sums over one ledger's failures, to be combined by `joined`; of all jobs, or of one job, node
+    or `user`."""
     failures, transitions = FailureRow.__table__, ReconfigurationRow.__table__
     column = _group(reader, by, job_id)
     back_s, noticed_s = reader.seconds(transitions.c.finished_at), reader.seconds(failures.c.noticed_at)
@@ -123,15 +124,16 @@ def _group(reader: Reader, by: By, job_id: int | None) -> ColumnElement[Any]:
 
 
 def _words(key: object) -> str:
-    """Return the name of a group: `-` for an empty one, and in words whether hardware is the cause."""
+    """Return the name of a group: `-` for an empty name; for `hardware`, whether hardware is the cause."""
     return {True: "hardware", False: "other", None: NO_NAME}[key] if key in (None, True, False) else str(key) or NO_NAME
 
 
 def joined(by: By, parts: Iterable[Row]) -> list[Row]:
-    """Combine the results of `failures_by` from all ledgers, most failures first; weeks and months newest first.
+    """Combine the results of `failures_by` from all ledgers: most failures first; weeks and months newest first.
 
-    Columns: the key by its name (for jobs `job` and `uuid`), `failures`, those of each kind, `jobs`, `MEAN_COLUMNS`
-    (over known values), `last` (when the last one was noticed). A job in two ledgers counts twice.
+    Columns: the key under its name (for jobs `job` and `uuid`), `failures`, the number of failures of each kind,
+    `jobs`, `MEAN_COLUMNS` (means over known values), and `last` (when the last failure was noticed). A job that is in
+    two ledgers counts twice.
     """
     sums: dict[str, Row] = {}
     for part in parts:
@@ -175,7 +177,7 @@ def _mean(total: float | None, count: int) -> float | None:
 
 
 class NodeRecord:
-    """Data about nodes from one ledger, or several, for `lemons`."""
+    """Data about nodes from one or several ledgers, for `lemons`."""
 
     def __init__(self) -> None:
         self.verdicts: list[NodeFailure] = []
@@ -188,7 +190,7 @@ class NodeRecord:
         self.kinds: dict[str, dict[str, int]] = {}
 
     def read(self, reader: Reader, since: datetime, injected: bool) -> None:
-        """Add a ledger's verdicts and services since then."""
+        """Add a ledger's verdicts and service times since `since`. `injected`: also add verdicts on injected faults."""
         with no_collection():
             self._read(reader, since, injected)
 
@@ -223,7 +225,7 @@ class NodeRecord:
 
 
 def _counting(reader: Reader, query: Select[Any], injected: bool) -> list[Row]:
-    """Return the rows of failures, or of actions after them, that count against a node; with `injected`, also those of
+    """Return the rows, of failures or of actions after them, that count against a node; with `injected`, also rows of
     injected faults."""
     rows = reader.fetch(query)
     if injected:
@@ -232,7 +234,7 @@ def _counting(reader: Reader, query: Select[Any], injected: bool) -> list[Row]:
 
 
 def _counted(query: Select[Any]) -> Select[Any]:
-    """Return how often each row of a query occurs, as `n`."""
+    """Select the distinct rows of a query, with the number of their occurrences as `n`."""
     rows = query.subquery().c
     return select(*rows, func.count().label("n")).group_by(*rows)
 
@@ -240,10 +242,10 @@ def _counted(query: Select[Any]) -> Select[Any]:
 def lemons(record: NodeRecord, now: datetime | None = None) -> list[Row]:
     """Return all nodes that served in the last 180 days, least trustworthy first.
 
-    `node`, `jobs`, `device_hours` (of service), `failures` (root causes that name it) and those of each kind, `drains`,
-    `mtbf_hours` (of the node's service); whether it is a `lemon`, and the evidence: `observed` and `expected` outages
-    in `window_days`, `p`, `q`, `lemon_devices`, `devices`, as in `health.health_frame`, with the same figures as
-    `resihp node health`; `last` verdict.
+    Columns: `node`, `jobs`, `device_hours` (of service), `failures` (root causes on the node) and the number of each
+    kind, `drains`, `mtbf_hours` (of the node's service); whether the node is a `lemon`, and the evidence: `observed`
+    and `expected` outages in `window_days`, `p`, `q`, `lemon_devices`, `devices`, with the same figures as in
+    `health.health_frame` and `resihp node health`; and `last`, the time of the last verdict.
     """
     now = now or datetime.now(UTC)
     device_s: dict[str, float] = {}

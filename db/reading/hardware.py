@@ -1,4 +1,4 @@
-"""Hardware of nodes over time: where devices were seen, what was repaired, and other changes. Reads only.
+"""Hardware of nodes over time: where devices were seen, repairs, and other changes. Reads only.
 
 Used by `health` and `fleet`, which judge nodes and devices: only records by trusted writers count (`Reader.believed`).
 """
@@ -20,15 +20,16 @@ from resihp.detector.lemons import HORIZON_S
 from resihp.detector.moved import Machine, Renewal, SeenDevice
 
 LOOK_BACK = timedelta(seconds=HORIZON_S)
-"""Additional time before the judged period in which devices are looked for: a device that never moved was seen then."""
+"""Additional time before the judged period in which devices are searched for, because a device that never moved was
+seen only then."""
 NAMES_PER_QUERY = 500
-"""Number of names per query."""
+"""Limit on the names in one query."""
 
 
 def placements(reader: Reader, since: datetime) -> list[SeenDevice]:
-    """Return when devices were first seen in their places, from records slightly older than `since`.
+    """Return when each device was first seen in its place, from records slightly older than `since` on.
 
-    Devices that several ranks, or virtual nodes, of one job share are left out: their places mean nothing.
+    Devices that several ranks, or virtual nodes, of one job share are omitted: their places mean nothing.
     """
     devices = DeviceRow.__table__.c
     records = reader.believed(
@@ -55,7 +56,7 @@ def placements(reader: Reader, since: datetime) -> list[SeenDevice]:
 
 
 def machines(reader: Reader, since: datetime) -> list[Machine]:
-    """Return when machines were first seen under a node's name, by their serial numbers."""
+    """Return when each machine, by its serial number, was first seen under a node's name."""
     stays = MembershipRow.__table__.c
     records = reader.believed(select().where(stays.serial != "", stays.joined_at >= since - LOOK_BACK), stays.job_id)
     return [
@@ -65,9 +66,9 @@ def machines(reader: Reader, since: datetime) -> list[Machine]:
 
 
 def renewals(reader: Reader, since: datetime, *, afresh: bool = False) -> list[Renewal]:
-    """Return the recorded repairs and replacements since then.
+    """Return the recorded repairs and replacements since `since`.
 
-    `afresh`: also nodes that Slurm uses again after a drain.
+    `afresh`: also return nodes that Slurm uses again after a drain.
     """
     renewals_found = []
     several = len(reader.clusters()) > 1
@@ -95,14 +96,15 @@ def renewals(reader: Reader, since: datetime, *, afresh: bool = False) -> list[R
 
 
 def named(row: Row, several: bool) -> str:
-    """Return the name of a repaired node, as `Reader.node_name` does: with its cluster if the ledger has several."""
+    """Return the name of a repaired node as `Reader.node_name` does: with its cluster if the ledger has several
+    clusters."""
     return f"{row['cluster']}/{row['node']}" if several and row["cluster"] else str(row["node"])
 
 
 def _changes(
     reader: Reader, records: Select[Any], model: type[LedgerTable], key_names: Sequence[str], column: str, *further: str
 ) -> Select[Any]:
-    """Select the rows of `known` whose column `what` differs from the previous joining."""
+    """Select those of `records` in which `column` differs from the previous record with the same keys."""
     columns = model.__table__.c
     keys = [
         reader.node_name(columns.node, columns.job_id).label("node") if name == "node" else columns[name]
@@ -116,8 +118,8 @@ def _changes(
 
 
 def maintenance_rows(reader: Reader, node: str | None = None, since: datetime | None = None) -> list[Row]:
-    """Return maintenance records, oldest first: columns of `MaintenanceRow`, and whether the record `counts`
-    (`believed`)."""
+    """Return maintenance records, oldest first: the columns of `MaintenanceRow`, and `counts`, whether the record
+    counts (`Reader.is_believed`)."""
     columns = MaintenanceRow.__table__.c
     query = select(*columns, reader.is_believed(columns.written_by).label("counts")).order_by(columns.at, columns.id)
     if node is not None:
@@ -130,7 +132,7 @@ def maintenance_rows(reader: Reader, node: str | None = None, since: datetime | 
 # --- views ----------------------------------------------------------------------------------------------------------
 
 FACT_NAMES = {"serial": "serial number", "kernel": "kernel", "image": "image", "driver": "driver"}
-"""Columns of a stay that are compared with the one before, with their names in messages."""
+"""Columns of a stay that are compared with the previous stay, and their names in messages."""
 STAY_COLUMNS = (
     *("job", "node", "host", "devices", "joined_at", "lost_at", "how", "serial", "kernel", "image", "driver"),
     "nic_firmware",
@@ -140,15 +142,15 @@ PLACEMENT_COLUMNS = (
 )
 OF_STAY = ("job_id", "node", "joined_at")
 UUID_SHOWN = 12
-"""Number of characters of a UUID that suffice to distinguish it."""
+"""Number of characters of a UUID that are shown; they suffice to distinguish devices."""
 
 
 def placed(rows: Iterable[Row]) -> list[Row]:
-    """Return the places of devices, one row per stay of a device in a slot, over all jobs: by UUID, then by time.
+    """Return one row for each stay of a device in a slot, over all jobs, sorted by UUID and then by time.
 
-    `rows` of the table `devices` of all jobs. Columns: `uuid` (empty for an unidentified device in that slot), `name`,
-    `node`, `device`, `bus`, `serial`, `board`, `vbios`, `first_seen`, `last_seen` (times at which jobs joined) and
-    `jobs`.
+    `rows`: rows of the table `devices` of all jobs. Columns: `uuid` (empty for an unidentified device in the slot),
+    `name`, `node`, `device`, `bus`, `serial`, `board`, `vbios`, `first_seen`, `last_seen` (times at which jobs joined)
+    and `jobs`.
     """
     places: list[tuple[tuple[Any, ...], list[Any]]] = []
     of_device: dict[object, tuple[tuple[Any, ...], list[Any]]] = {}
@@ -169,8 +171,9 @@ def placed(rows: Iterable[Row]) -> list[Row]:
 
 
 def stays(reader: Reader, job_id: int | None = None, node: str | None = None) -> list[Row]:
-    """Return all stays on the hosts of a job, or under a node's name, or all, for `told_changes`. A job's stays have
-    its own names of nodes and hosts, others those of `Reader.node_name`, which `host_name` has for all."""
+    """Return stays for `told_changes`: all stays on the hosts of a job, on the hosts of a node name, or all stays. With
+    `job_id`, nodes and hosts have the job's own names; otherwise they have names as in `Reader.node_name`. Column
+    `host_name` always has a name as in `Reader.node_name`."""
     served, jobs, devices = MembershipRow.__table__.c, JobRow.__table__.c, DeviceRow.__table__.c
     host_name = reader.node_name(served.host, served.job_id)
     query = select(jobs.name.label("job"), *served, host_name.label("host_name")).join(JobRow, jobs.id == served.job_id)
@@ -201,9 +204,9 @@ def stays(reader: Reader, job_id: int | None = None, node: str | None = None) ->
 
 
 def told_changes(rows: Iterable[Row]) -> list[Row]:
-    """Return the stays in order of time, of one ledger or several, with the changes on the host since the last report,
-    in words; empty if there were none, or if unknown. Columns: `job_id`, `STAY_COLUMNS`, `vbios` of its devices,
-    `changed`."""
+    """Return the stays of one ledger or several, in order of time, each with the changes on its host since the previous
+    stay. Columns: `job_id`, `STAY_COLUMNS`, `vbios` of the devices, and `changed`, the changes as text, empty if there
+    were none or if unknown."""
     changed_stays = []
     last_facts: dict[str, dict[str, str]] = {}
     with no_collection():
@@ -227,7 +230,7 @@ def told_changes(rows: Iterable[Row]) -> list[Row]:
 
 
 def _firmware(content: str) -> dict[str, str]:
-    """Decode the firmware versions; imported rows may hold anything, so malformed ones count as empty."""
+    """Decode the firmware versions. Imported rows may be malformed; malformed values count as empty."""
     try:
         return msgspec.json.decode(content, type=dict[str, str])
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

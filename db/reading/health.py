@@ -1,14 +1,14 @@
 """Nodes that fail again and again, and the usual speeds of their devices, over all jobs of a ledger. Reads only;
 `resihp.detector.lemons` and `resihp.detector.probes` judge.
 
-The following counts against a node: verdicts that name it (a process, device, node or link of it failed or was slow),
-and devices found unfit before they were given work, in jobs of trusted writers (`Reader.believed`). Not counted are
-injected faults and everything after them in the job (`unprovoked`), failures of programs and broken communication. The
+Counted against a node are verdicts on it (its process, device or link, or the node itself, failed or was slow), and
+devices that were found unfit before they had work, in jobs of trusted writers (`Reader.believed`). Not counted are
+injected faults and everything after them in the job (`unprovoked`), failures of programs, and broken communication. The
 certainty of a verdict depends on its component (`CERTAINTY`; a process may die for any reason) and, for slowness, on
-the detector's confidence. Verdicts on devices and nodes that are more likely true than not count as whole outages; the
-others only move a node up in the list. A node's service is the time that it spent in jobs, multiplied by its devices.
-Devices with a known UUID keep their record when they move, and a repaired or replaced device starts with a clean record
-(`db.reading.hardware`).
+the detector's confidence. A verdict on a device or node that is more likely true than not counts as a whole outage;
+other verdicts only move a node up in the list. A node's service is the time that it spent in jobs, multiplied by its
+devices. Devices with a known UUID keep their record when they move, and a repaired or replaced device starts with a
+clean record (`db.reading.hardware`).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     import pandas as pd
 
 CERTAINTY: Mapping[str, float] = {"device": 0.9, "node": 0.9, "link": 0.5, "process": 0.3}
-"""Probability that a verdict on such a component is the node's fault."""
+"""Probability that the node is responsible for a failure, by the component of the verdict."""
 UNFIT_CERTAINTY = 0.7
 JUDGED_PERIOD = timedelta(seconds=HORIZON_S)
-"""Age after which a record no longer counts against a node."""
+"""Age from which on a record no longer counts against a node."""
 MEMORY_PERIOD = timedelta(days=90)
-"""Age after which a measurement no longer counts for a node."""
+"""Age from which on a measurement no longer counts for a node."""
 MAX_VERDICTS_SHOWN = 3
-"""Number of verdicts shown as evidence, the last ones."""
+"""Number of the latest verdicts that are shown as evidence."""
 
 
 def nodes_by_health(
@@ -55,9 +55,10 @@ def nodes_by_health(
 ) -> list[NodeHealth]:
     """Return all nodes that were in a job in the last 180 days: lemons first, then by expected failures, most first.
 
-    `half_life`: for that order; it does not affect which nodes are lemons. `afresh`: a node that Slurm uses again after
-    a drain counts as repaired; off by default, because it may merely have been undrained. `injected`: count injected
-    failures, too. Raises LedgerError if the ledger cannot be read, ValueError for a half-life that is not positive.
+    `half_life`: of the weight of failures for this order; it does not affect which nodes are lemons. `afresh`: a node
+    that Slurm uses again after a drain counts as repaired; off by default, because the node may merely have been
+    undrained. `injected`: also count injected failures. Raises LedgerError if the ledger cannot be read, ValueError for
+    a half-life that is not positive.
     """
     now = now or datetime.now(UTC)
     since = now - JUDGED_PERIOD
@@ -72,15 +73,16 @@ def nodes_by_health(
 
 
 def health_frame(reader: Reader, now: datetime | None = None, **options: Any) -> pd.DataFrame:
-    """Return `nodes_by_health` as a pandas frame, one row per node; options as there.
+    """Return `nodes_by_health` as a pandas frame, one row per node, with the same options.
 
-    Columns: `node`; `lemon`: the node as a whole, or a device of it, is an outlier; `observed` outages that count
-    against its hardware, and `expected` ones, by the rate of all others, in the last `window_days` (30, 90 or 180, the
-    most telling one); `p`: probability of that many by chance; `q`: share of false positives among all nodes that are
-    at least as conspicuous; `lemon_devices` by number, and `devices`: the same evidence for them in words; `failures`:
-    outages in 180 days; `unsure`: further ones without evidence against hardware, which do not count; `last` verdict
-    (UTC); `device_days` of service; `rate`: expected failures per 1000 device-days, with newer ones weighing more, by
-    which the other nodes are ranked; `evidence`: the last verdicts in words, newest first.
+    Columns: `node`; `lemon`: the node as a whole, or one of its devices, is an outlier; `observed`: outages that count
+    against its hardware, and `expected`: outages at the rate of all other nodes, both in the last `window_days` (30, 90
+    or 180, whichever is most significant); `p`: probability of that many outages by chance; `q`: share of false
+    positives among all nodes that are at least as conspicuous; `lemon_devices`: numbers of devices that are outliers,
+    and `devices`: the evidence against them as text; `failures`: outages in 180 days; `unsure`: further failures
+    without evidence against hardware, which do not count; `last`: time of the last verdict (UTC); `device_days` of
+    service; `rate`: expected failures per 1000 device-days, with more weight on newer ones, by which nodes that are no
+    lemons are ranked; `evidence`: the last verdicts as text, newest first.
     """
     import pandas as pd
 
@@ -106,7 +108,7 @@ def health_frame(reader: Reader, now: datetime | None = None, **options: Any) ->
 
 
 def health_rows(reader: Reader, now: datetime | None = None, **options: Any) -> list[dict[str, Any]]:
-    """Return the same as plain rows."""
+    """Return the rows of `health_frame` as dictionaries."""
     return [
         {
             "node": node_health_of.node,
@@ -125,7 +127,7 @@ def health_rows(reader: Reader, now: datetime | None = None, **options: Any) -> 
 
 
 def tally_row(health: NodeHealth) -> dict[str, Any]:
-    """Return the evidence on a node and its devices, as columns of `health_frame`."""
+    """Return the evidence against a node and its devices, in columns of `health_frame`."""
     return {
         "lemon": health.lemon,
         "observed": health.tally.observed,
@@ -141,10 +143,11 @@ def tally_row(health: NodeHealth) -> dict[str, Any]:
 def usual_speeds(
     reader: Reader, nodes: Sequence[str], now: datetime | None = None, cluster: str = ""
 ) -> dict[Place, Speed]:
-    """Return the usual speeds of the devices of these nodes before they were given work, while they were found fit.
+    """Return the usual speeds of these nodes' devices, from measurements before they had work and in which they were
+    found fit.
 
-    Measurements of the last `MEMORY_PERIOD`; with `cluster`, only those of its jobs, if the ledger has several
-    clusters. Raises LedgerError if the ledger cannot be read.
+    Only measurements of the last `MEMORY_PERIOD` are used; with `cluster`, only those of the cluster's jobs, if the
+    ledger has several clusters. Raises LedgerError if the ledger cannot be read.
     """
     query = (
         select(*_columns(ProbeRow, "job_id", "node", "hardware", "flops", "memory_bytes"), *_columns(NodeRow, "host"))
@@ -182,18 +185,18 @@ _JOB: list[ColumnElement[Any]] = [JobRow.__table__.columns["name"].label("job")]
 
 
 def verdicts(reader: Reader, since: datetime, injected: bool = False, *, with_jobs: bool = True) -> list[NodeFailure]:
-    """Return the records against nodes in one ledger; without `with_jobs`, leaves out job and cause, which take
-    longer."""
+    """Return the records against nodes in one ledger. Without `with_jobs`, job and cause are omitted, because they take
+    longer to read."""
     return [*_failures(reader, since, injected, with_jobs), *_probes(reader, since, injected)]
 
 
 def unprovoked(reader: Reader, rows: Sequence[Row], at: str) -> list[Row]:
-    """Return rows of many jobs, with `job_id` and a time `at`, without those of a job after something had been broken
-    or slowed on purpose in it: they say nothing about a node.
+    """Return rows of many jobs, with `job_id` and a time in column `at`, without the rows after a fault was injected
+    into their job: they are no evidence about a node.
 
-    Consequences of such a fault cannot always be recognised: a slowed device on standby is measured again and again, a
-    rank that waits for a slow link may be taken for slow, and a supervisor that takes over does not know the actions of
-    its predecessor. Hardware errors in logs (`code`) count all the same.
+    Consequences of an injected fault cannot always be recognised: a slowed device on standby is measured again and
+    again, a rank that waits for a slow link may be suspected, and a supervisor that takes over does not know the
+    actions of the previous one. Hardware errors in logs (`code`) are kept in any case.
     """
     events, jobs = EventRow.__table__.c, sorted({row["job_id"] for row in rows})
     first: dict[int, float] = {}
@@ -238,7 +241,8 @@ def _failures(reader: Reader, since: datetime, injected: bool, with_jobs: bool) 
 
 
 def _probes(reader: Reader, since: datetime, injected: bool) -> list[NodeFailure]:
-    """Return the devices found unfit at the start or on joining; those found on a suspicion have a verdict as well."""
+    """Return the devices that were found unfit at the start or on joining. Devices found unfit because of a suspicion
+    have a verdict as well, and are not included."""
     query = (
         select(
             reader.node_name(ProbeRow.__table__.c.node, ProbeRow.__table__.c.job_id).label("node"),
@@ -268,7 +272,7 @@ def _probes(reader: Reader, since: datetime, injected: bool) -> list[NodeFailure
 
 def services(reader: Reader, since: datetime) -> list[Service]:
     """Return the service times of nodes: from joining until the node was lost or given back, or until the job's end or
-    last entry. A node that never came did not serve."""
+    last entry. A node that never came has none."""
     seconds = reader.seconds
     nodes, jobs = NodeRow.__table__.c, JobRow.__table__.c
     over = case((jobs.ended_at.is_(None) | (jobs.state == "abnormal"), jobs.last_entry_at), else_=jobs.ended_at)

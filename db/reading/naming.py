@@ -1,6 +1,6 @@
-"""Resolution of names: decides which job or node a name means, and suggests names near an unknown one.
+"""Resolution of names: decides which job or node a name means, and suggests known names for an unknown one.
 
-Implements the methods of `Reader` that have the same names; their docstrings describe the results.
+Implements the methods of `Reader` with the same names; the docstrings there describe the results.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
     from db.reading.reader import Reader
 
 MAX_SUGGESTIONS = 3
-"""Number of names suggested for an unknown one."""
+"""Limit on the names that are suggested for an unknown one."""
 UUID_PREFIX = 4
-"""Fewest letters of a uuid that can name a job; `UUID_SHOWN` are shown in messages."""
+"""Fewest letters of a uuid that can name a job; `UUID_SHOWN` letters are shown in messages."""
 UUID_SHOWN = 8
 MAX_CHOICES = 6
-"""Number of jobs listed when a name is ambiguous."""
+"""Limit on the jobs that are listed for an ambiguous name."""
 MIN_FOREIGN_DIGITS = 19
-"""Numbers with this many digits are not Slurm's."""
+"""Numbers with this many digits or more are not numbers of Slurm jobs."""
 MAX_NAMES_SEARCHED = 20_000
-"""Number of names searched for near ones."""
+"""Limit on the names that are searched for suggestions."""
 MAX_CLOCK_DIFFERENCE = timedelta(minutes=1)
-"""Largest difference between the clocks of two hosts, or of one that was set meanwhile."""
+"""Largest difference between the clocks of two hosts, or between two times of a clock that was set in the meantime."""
 
 
 def nearest(name: str, known_names: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: `; did you mean n1 or n2?`, `, which holds ...`."""
+    """Return the end of a message about an unknown name, such as `; did you mean n1 or n2?` or `, which holds ...`."""
     names = list(dict.fromkeys(known_names))
     folded = {candidate.casefold(): candidate for candidate in reversed(names)}
     near = [
@@ -52,7 +52,8 @@ def nearest(name: str, known_names: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class NamedJob:
-    """A job's name: `1234`, also `1234_5`, `1234-r1`; `user/1234`; the beginning of a uuid."""
+    """A name that a user gave for a job: `1234`, also `1234_5` or `1234-r1`; `user/1234`; or the beginning of a
+    uuid."""
 
     name: str
     user: str | None
@@ -69,14 +70,14 @@ class NamedJob:
         return self._of_user(reader, JobRow.__table__.c.name == self.name)
 
     def numbered(self, reader: Reader) -> ColumnElement[bool]:
-        """Match restarts of a Slurm job, and jobs with another name whose Slurm number this is."""
+        """Match restarts of a Slurm job, and jobs with another name and this Slurm number."""
         columns = JobRow.__table__.c
         again = columns.name.like(f"{_escaped_for_like(self.name)}-r%", escape="\\")
         number = int(self.name) if self.name.isdecimal() and len(self.name) < MIN_FOREIGN_DIGITS else None
         return self._of_user(reader, again if number is None else again | (columns.slurm_job == number))
 
     def prefix(self, reader: Reader) -> ColumnElement[bool] | None:
-        """Match the beginning of a uuid; None if the name cannot be one."""
+        """Match jobs with a uuid that begins with the name; None if the name cannot be the beginning of a uuid."""
         if len(self.name) < UUID_PREFIX or not set(self.name) <= set("0123456789abcdef-"):
             return None
         return self._of_user(reader, JobRow.__table__.c.uuid.startswith(self.name))
@@ -114,8 +115,8 @@ def is_asked(
 
 
 def is_node(wanted: str | None, name: str, clusters: Iterable[str]) -> bool:
-    """Decide whether a node of this name (`Reader.node_name`) matches `asked`, given with its cluster or without; None
-    matches all. A node's own name may contain a slash, too."""
+    """Decide whether `name`, a node's name as in `Reader.node_name`, matches `wanted`, which may include the cluster;
+    None matches all nodes. A node's own name may contain a slash, too."""
     return wanted is None or name == wanted or any(name == f"{cluster}/{wanted}" for cluster in clusters)
 
 
@@ -124,7 +125,8 @@ def _escaped_for_like(name: str) -> str:
 
 
 def _reader_name() -> str:
-    """Return the reader's user name, as their jobs record it (`wrapper.job_files.registered.user_name`)."""
+    """Return the name of the user who runs this process, as the user's jobs record it
+    (`wrapper.job_files.registered.user_name`)."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a container has no name for us
@@ -162,7 +164,7 @@ def job(
 
 
 def _newest_job(reader: Reader, query: Select[Any]) -> Row:
-    """Return the newest job of the reader, or of all if there is none of theirs."""
+    """Return the user's newest job, or the newest job of all if the user has none."""
     matches = (
         reader.fetch(query.where(reader.is_of(_reader_name())).limit(1))
         or reader.fetch(query.where(reader.is_written_by_reader()).limit(1))
@@ -174,7 +176,8 @@ def _newest_job(reader: Reader, query: Select[Any]) -> Row:
 
 
 def _named_job(reader: Reader, query: Select[Any], name: str) -> Row:
-    """Return the job that a name means: of the reader's own jobs, if any has that name; the newest of a run."""
+    """Return the job that a name means. The user's own jobs take precedence; of several attempts of one run, the newest
+    is returned."""
     wanted = NamedJob.of(name)
     matches = _matches(reader, query, name, wanted)
     if not matches:
@@ -188,7 +191,8 @@ def _named_job(reader: Reader, query: Select[Any], name: str) -> Row:
 
 
 def _matches(reader: Reader, query: Select[Any], name: str, wanted: NamedJob) -> list[Row]:
-    """Return the jobs of that name; if there are none, those with that user and name, number, or uuid."""
+    """Return the jobs with that name; if there are none, those that match it as user and name, as a Slurm number, or as
+    a uuid."""
     matches = (
         reader.fetch(query.where(JobRow.name == name))
         or reader.fetch(query.where(wanted.named(reader)))
@@ -200,8 +204,8 @@ def _matches(reader: Reader, query: Select[Any], name: str, wanted: NamedJob) ->
 
 
 def _own_jobs(reader: Reader, jobs: list[Row]) -> list[Row]:
-    """Return those of the jobs that name the reader as their owner; if there are none, those that the reader's
-    database user wrote."""
+    """Return the jobs that name the user as their owner; if there are none, those that the current database user
+    wrote."""
     reader_name = _reader_name()
     own = [job for job in jobs if job["owner"] == reader_name]
     if own or len(jobs) == 1:

@@ -1,4 +1,4 @@
-"""The ledger's answers, as pandas frames for notebooks and as the rows that the commands print. Reads only.
+"""Queries of a ledger: pandas frames for notebooks, and the rows that commands print. Reads only.
 
     from resihp.ledger import queries
 
@@ -13,7 +13,7 @@
     queries.lemons(ledger)                      # nodes to distrust: outages observed and expected, and outliers
     queries.predictions(ledger, job)            # iteration times: observed, predicted, their ratio
     queries.promises(ledger, job)               # predicted and measured gain of each plan
-    queries.hosts(ledger, job)                  # what nodes consisted of over time, and changes; also of all jobs
+    queries.hosts(ledger, job)                  # hardware and software of hosts, and changes; also of all jobs
     queries.frame(ledger, "plans", job)         # any table of `resihp history`; filters as for `Reader.rows`
 
     by_node = queries.failures_by(ledger, "node", since=datetime.now(UTC) - timedelta(days=30))
@@ -89,7 +89,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 def spares(
     reader: Reader, job: Row | None = None, since: datetime | None = None, until: datetime | None = None
 ) -> pd.DataFrame:
-    """Return `plan_rows.spares_rows` as a frame; columns as in `db.reading.plans.spares.saved`."""
+    """Return the time that one more spare node would have saved; columns as in `db.reading.plans.spares.saved`."""
     return as_frame(plan_rows.spares_rows(reader, job, since=since, until=until), COLUMNS["spares"])
 
 
@@ -145,25 +145,25 @@ def why(reader: Reader, job: Row, iteration: int) -> Why:
 def jobs(
     reader: Reader, user: str | None = None, since: datetime | None = None, until: datetime | None = None
 ) -> pd.DataFrame:
-    """Return one row per job that was alive in the period, or per job of a `user`, newest first."""
+    """Return one row per job, newest first; only jobs of `user`, and jobs that were alive in the period, if given."""
     return as_frame(reader.jobs(user=user, since=since, until=until), JOB_COLUMNS)
 
 
 def rate_around(
     reader: Reader, at: datetime, days: float = rates.DEFAULT_DAYS, user: str | None = None
 ) -> pd.DataFrame:
-    """Return failures in 1,000 device-days before and after a time; columns as in `db.reading.rates.rate_around`."""
+    """Return failures per 1,000 device-days before and after a time; columns as in `db.reading.rates.rate_around`."""
     return as_frame(rates.rate_around(reader, at, days, user), COLUMNS["rate"])
 
 
 def rate_with(reader: Reader, trait: str, value: str, now: datetime, days: float = rates.DEFAULT_DAYS) -> pd.DataFrame:
-    """Compare failures of stays that have `value` of a trait (`driver`, `vbios`, `torch`, ...) with those of all
-    others."""
+    """Compare failure rates of stays that have `value` of a trait (`driver`, `vbios`, `torch`, ...) with those of all
+    other stays; columns as in `db.reading.rates.rate_around`."""
     return as_frame(rates.rate_with(reader, trait, value, days, now), COLUMNS["rate"])
 
 
 def repairs(reader: Reader, since: datetime | None = None, until: datetime | None = None) -> pd.DataFrame:
-    """Return failures of the last week, or since a time, that await repair; columns as in
+    """Return nodes and devices with failures of the last week, or since `since`, that await repair; columns as in
     `db.reading.rates.repairs`."""
     return as_frame(rates.repairs(reader, since, until), COLUMNS["repairs"])
 
@@ -178,7 +178,7 @@ def compare(reader: Reader, first: str, second: str) -> pd.DataFrame:
 
 
 def as_frame(rows: Sequence[Row], columns: Sequence[str], table: str | None = None) -> pd.DataFrame:
-    """Return rows as a frame; rows of a ledger's table get the types of its columns, also where values are missing."""
+    """Return rows as a frame. For a table of the ledger, columns get the table's types, also if values are missing."""
     import pandas as pd
 
     rows_frame = pd.DataFrame(list(rows), columns=list(columns))
@@ -199,7 +199,7 @@ def as_frame(rows: Sequence[Row], columns: Sequence[str], table: str | None = No
 
 
 def frame(reader: Reader, table: str, job_id: int | None = None, **filters: Any) -> pd.DataFrame:
-    """Return one of `TABLES`, of a job or of all (with a column `job`); filters as for `Reader.rows`."""
+    """Return one of `TABLES`, of a job or of all jobs (with a column `job`); filters as for `Reader.rows`."""
     columns = COLUMNS[table] if job_id is not None else (*OF_JOB, *COLUMNS[table])
     return as_frame(reader.rows(table, job_id, **filters), columns, table)
 
@@ -216,20 +216,20 @@ def predictions(reader: Reader, job_id: int) -> pd.DataFrame:
 
 
 def workers(reader: Reader, job_id: int) -> pd.DataFrame:
-    """Return one row per process."""
+    """Return one row per worker process."""
     return frame(reader, "workers", job_id)
 
 
 def failures(reader: Reader, job_id: int | None = None) -> pd.DataFrame:
     """Return one row per root cause. `seconds_to_recover`: from the failure to the first iteration committed after it;
-    `noticed_after_seconds`: from the failure until it was noticed; `seconds_without_noticing`: from then to that
+    `noticed_after_seconds`: from the failure to its notice; `seconds_without_noticing`: from the notice to that
     iteration."""
     return frame(reader, "failures", job_id)
 
 
 def failures_by(reader: Reader, by: By, job_id: int | None = None, **filters: datetime | str | None) -> pd.DataFrame:
-    """Return failures counted by node, component, cause, kind or job, most first, with mean times to detect and to
-    recover.
+    """Return the numbers of failures by node, component, cause, kind or job, most first, with mean times to detect and
+    to recover.
 
     Filters: `node`, `since`, `until`. Columns as in `db.reading.fleet.joined`.
     """
@@ -238,7 +238,7 @@ def failures_by(reader: Reader, by: By, job_id: int | None = None, **filters: da
 
 
 def priced(view: str, price: float | None) -> tuple[str, ...]:
-    """Return the columns of a view of costs, including those of money if the price of a GPU-hour is given."""
+    """Return the columns of a view of costs; if the price of a GPU-hour is given, including the columns with money."""
     money = ("money",) if view == "cost" else ("money", "failure_money")
     return COLUMNS[view] if price is None else (*COLUMNS[view], *money)
 
@@ -251,9 +251,9 @@ def cost(
     until: datetime | None = None,
     price: float | None = None,
 ) -> pd.DataFrame:
-    """Return where the time of a job went, or of all jobs: seconds, share and GPU-hours by cause, as defined in
-    `db.reading.costs.cost_accounts`. Of all jobs, only the time between `since` and `until` counts. `price`: of a
-    GPU-hour."""
+    """Return how the time of a job, or of all jobs, was spent: seconds, share and GPU-hours by cause, as defined in
+    `db.reading.costs.cost_accounts`. For all jobs, only the time between `since` and `until` counts; for one job, the
+    whole job counts. `price`: of a GPU-hour."""
     if job_id is None:
         job_accounts = [account for _, account in fleet_costs.accounts(reader, since=since, until=until)]
     elif since is not None or until is not None:
@@ -272,16 +272,15 @@ def cost_by(
     until: datetime | None = None,
     price: float | None = None,
 ) -> pd.DataFrame:
-    """Return the cost of all jobs between `since` and `until` by job, owner, (Slurm) account, partition, cluster, week
-    or month; columns as in `db.reading.costs.fleet_costs.cost_by`. Only time within that period counts. `price`: of a
-    GPU-hour."""
+    """Return the cost of all jobs by job, owner, (Slurm) account, partition, cluster, week or month; columns as in
+    `db.reading.costs.fleet_costs.cost_by`. Only the time between `since` and `until` counts. `price`: of a GPU-hour."""
     period = by if by in ("week", "month") else None
     job_accounts = fleet_costs.accounts(reader, since=since, until=until, period=period)
     return as_frame(fleet_costs.cost_by(by, job_accounts, price), priced(f"cost by {by}", price))
 
 
 def reliability(reader: Reader) -> pd.DataFrame:
-    """Return one row per job: goodput, ETTR, MTBF (of hardware, too), MTTR, GPU-hours, and the lost seconds by
+    """Return one row per job: goodput, ETTR, MTBF (also of hardware), MTTR, GPU-hours, and the lost seconds by
     cause."""
     return cost_by(reader, "job")
 
@@ -295,7 +294,7 @@ def lemons(readers: Reader | Iterable[Reader], now: datetime | None = None, *, i
 
 
 def hosts(reader: Reader, job_id: int | None = None) -> pd.DataFrame:
-    """Return one row per stay of a node in a job, with the changes on its host since an earlier stay."""
+    """Return one row per stay of a node in a job, with the changes on its host since the previous stay."""
     rows = hardware.told_changes(hardware.stays(reader, job_id))
     if job_id is not None:
         rows = [row for row in rows if row["job_id"] == job_id]
@@ -303,13 +302,13 @@ def hosts(reader: Reader, job_id: int | None = None) -> pd.DataFrame:
 
 
 def promises(reader: Reader, job_id: int) -> pd.DataFrame:
-    """Return the promise of each plan that took effect and its outcome; columns as in
+    """Return the promise of each plan that took effect and whether it was kept; columns as in
     `db.reading.plans.promises.promises`."""
     return as_frame(plan_rows.promises_rows(reader, job_id), COLUMNS["promises"])
 
 
 def plans(reader: Reader, job_id: int) -> pd.DataFrame:
-    """Return one row per epoch; `layout` as interface.md's LAYOUT."""
+    """Return one row per plan; `layout` has the form LAYOUT of interface.md."""
     return frame(reader, "plans", job_id)
 
 
@@ -319,5 +318,5 @@ def nodes(reader: Reader, job_id: int) -> pd.DataFrame:
 
 
 def reconfigurations(reader: Reader, job_id: int) -> pd.DataFrame:
-    """Return one row per transition that led back to training, with its phases."""
+    """Return one row per completed transition to a new plan, with its phases."""
     return frame(reader, "reconfigurations", job_id)

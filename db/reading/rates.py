@@ -1,4 +1,5 @@
-"""Failure rates over time of service: before and after a date, with and without a trait such as a driver; and repairs.
+"""Failure rates over time of service: before and after a date, or with and without a trait such as a driver; and
+repairs.
 
 Reads only. *Device-days* are the time that devices spent in jobs, from joining to the node's loss or the job's end.
 Injected faults do not count. Called by `resihp history` and `db.reading.queries`.
@@ -22,24 +23,24 @@ from db.reading.tables import Row
 from resihp.errors import UsageError
 
 DEFAULT_DAYS = 30.0
-"""Days considered on either side of a date."""
+"""Default number of days considered before and after a date."""
 REPAIR_WINDOW = timedelta(days=7)
 DAY_S = 86400.0
 OF_STAYS = ("driver", "kernel", "image", "host")
 OF_DEVICES = ("vbios", "name", "board")
 OF_JOBS = ("torch", "megatron_core", "cuda", "nccl", "version", "partition", "cluster")
 TRAITS = (*OF_STAYS, *OF_DEVICES, *OF_JOBS)
-"""Traits by which service is compared."""
+"""Traits by which service can be compared."""
 EQUAL_PROBABILITY = 1e-7
 """Relative difference below which two probabilities count as equal."""
 
 
 def rate_around(reader: Reader, at: datetime, days: float = DEFAULT_DAYS, user: str | None = None) -> list[Row]:
-    """Return failures per 1,000 device-days in the `days` before `at` and after it.
+    """Return failures per 1,000 device-days in the `days` before and after `at`.
 
     One row for each `which` (`all`, `hardware`, each kind that occurs) and `when` (`before`, `after`): `failures`,
-    `device_days`, `rate`; with `after`, also the `ratio` of the rates and `p`, the probability of counts at least as
-    unequal if the rate was the same (exact, conditional on their sum).
+    `device_days`, `rate`. Rows of `after` also have the `ratio` of the rates and `p`: the probability of counts at
+    least as unequal if both rates were equal (exact, conditional on the sum of the counts).
     """
     since, until = at - timedelta(days=days), at + timedelta(days=days)
     stays, failures = _stays(reader, since, until, user), _failures(reader, since, until, user)
@@ -56,8 +57,8 @@ def rate_around(reader: Reader, at: datetime, days: float = DEFAULT_DAYS, user: 
 
 
 def rate_with(reader: Reader, trait: str, value: str, days: float, now: datetime, user: str | None = None) -> list[Row]:
-    """Compare stays that have `value` of a trait (`TRAITS`) with all others, in the last `days`, as `rate_around` does;
-    `when` is `without`, `with`. Stays whose trait is unknown are left out."""
+    """Compare stays that have `value` of a trait (`TRAITS`) with all other stays, in the last `days`. Rows are those of
+    `rate_around`, with `when` as `without` or `with`. Stays with an unknown trait are omitted."""
     since = now - timedelta(days=days)
     exposure = {"without": 0.0, "with": 0.0}
     whens_of_node: dict[tuple[int, str], list[tuple[float, str]]] = {}
@@ -80,8 +81,8 @@ def rate_with(reader: Reader, trait: str, value: str, days: float, now: datetime
 
 
 def _resolved_host(host: str, known_hosts: set[str], clusters: Sequence[str]) -> str:
-    """Return a host by its name, with its cluster's if hosts of several are known. Raises UsageError if the name is
-    ambiguous."""
+    """Return the full name of a host, with its cluster if hosts of several clusters are known. Raises UsageError if the
+    name is ambiguous."""
     matching = sorted(name for name in known_hosts if is_node(host, name, clusters))
     if len(matching) > 1 and host not in known_hosts:
         raise UsageError(f"history rate: --having host={host}: it may be {', '.join(matching)}; name one")
@@ -89,7 +90,7 @@ def _resolved_host(host: str, known_hosts: set[str], clusters: Sequence[str]) ->
 
 
 def together(rows: Sequence[Row]) -> list[Row]:
-    """Combine the results of several ledgers, from `rate_around` or `rate_with`, as if they were one ledger's."""
+    """Combine the results of `rate_around` or `rate_with` from several ledgers, as if they were one ledger."""
     names = tuple(dict.fromkeys(row["when"] for row in rows))
     exposure = dict.fromkeys(names, 0.0)
     counts: dict[str, dict[str, int]] = {}
@@ -141,8 +142,8 @@ def _compared(
 
 
 def two_sided(count: int, of: int, chance: float) -> float:
-    """Return the probability of outcomes at most as likely as `count` of `of` trials with this chance: the exact test
-    of `scipy.stats.binomtest`, whose import takes longer than the computation."""
+    """Return the probability of outcomes that are at most as likely as `count` successes in `of` trials with this
+    chance: the exact test of `scipy.stats.binomtest`, which takes longer to import than to compute."""
     from scipy import special
 
     number = np.arange(of + 1.0)
@@ -208,11 +209,12 @@ def _of_user(reader: Reader, query: Select[Any], user: str | None) -> Select[Any
 
 
 def repairs(reader: Reader, since: datetime | None = None, until: datetime | None = None) -> list[Row]:
-    """Return nodes and devices with recent hardware failures (of the last week, unless `since` is given) and no
-    maintenance since, those with most failures first.
+    """Return nodes and devices with recent hardware failures (of the last week, unless `since` is given) and without
+    maintenance since the last failure, those with most failures first.
 
     `node`, `device` (None for the node as a whole), `uuid`, `failures`, `codes` (found in logs), `last` and `cause` of
-    the last one, `drained` (by which step of the ladder, None if not), `maintained_at` (before).
+    the last failure, `drained` (step of the drain ladder that succeeded, None if not drained), `maintained_at` (time of
+    the last maintenance before these failures).
     """
     since = since or datetime.now(UTC) - REPAIR_WINDOW
     failures, devices = FailureRow.__table__.c, DeviceRow.__table__.c
@@ -264,7 +266,7 @@ def repairs(reader: Reader, since: datetime | None = None, until: datetime | Non
 
 
 def repairs_together(rows: Iterable[Row]) -> list[Row]:
-    """Combine the results of `repairs` from several ledgers, each node and device once."""
+    """Combine the results of `repairs` from several ledgers, into one row for each node or device."""
     repairs_of: dict[tuple[str, int | None], Row] = {}
     for row in sorted(rows, key=lambda row: row["last"]):
         before = repairs_of.get((row["node"], row["device"]), row)
@@ -278,7 +280,7 @@ def repairs_together(rows: Iterable[Row]) -> list[Row]:
 
 
 def _maintained(reader: Reader) -> dict[str, list[tuple[str | None, datetime]]]:
-    """Return the maintenance of nodes that counts."""
+    """Return the maintenance of nodes that counts, by node: (UUID or number of the device, time)."""
     maintained: dict[str, list[tuple[str | None, datetime]]] = {}
     several = len(reader.clusters()) > 1
     for row in hardware.maintenance_rows(reader):

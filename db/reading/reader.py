@@ -1,8 +1,9 @@
-"""An open ledger, for reading: rows of its tables, of one job or all, and a job's figures. Never changes it.
+"""An open ledger, for reading: rows of its tables, of one job or all jobs, and a job's figures. Never changes the
+ledger.
 
-`Reader.open(url)` checks that there is a ledger of our schema. Rows are plain Python, JSON columns decoded, times in
-UTC. `db.reading.queries` returns the same as pandas frames, `db.reading.fleet` answers questions about many jobs at
-once.
+`Reader.open(url)` checks that there is a ledger of a known schema. Rows are plain dictionaries, with JSON columns
+decoded and times in UTC. `db.reading.queries` returns the same rows as pandas frames; `db.reading.fleet` computes
+statistics over many jobs.
 """
 
 from __future__ import annotations
@@ -51,33 +52,35 @@ if TYPE_CHECKING:
     from resihp.scheduler.explained.explanation import Explanation
 
 TRUSTED_ROLE = "resihp_trusted"
-"""PostgreSQL role whose members are trusted: rows about nodes that they write count for everybody. An administrator
-creates it and decides who belongs to it (`resihp db grant --trusted`)."""
+"""PostgreSQL role with trusted members: rows about nodes that they write count for all users. An administrator creates
+the role and decides its members (`resihp db grant --trusted`)."""
 
 
 class Reader:
-    """An open ledger, for reading. On a server the connection is closed after each question, so that an open notebook
-    holds none.
+    """An open ledger, for reading. On a server, the connection is closed after each query, so that an open notebook
+    occupies no connection.
 
-    Within a `with` it stays open from the first question to the end, for callers with many questions.
+    Within a `with` statement, the connection stays open from the first query to the end, for callers with many queries.
     """
 
     def __init__(self, connection: Connection, name: str, *, borrowed: bool = False) -> None:
-        """Use `Reader.open` or `Reader.within` instead."""
+        """Do not call this directly: use `Reader.open` or `Reader.within`."""
         self._connection, self._borrowed = connection, borrowed
         self._lasts = connection.dialect.name == "sqlite"
         self.name = name
         self.other_clusters: Collection[str] = ()
-        """Clusters of other ledgers that are read beside this one: nodes are named as if all were in one ledger."""
+        """Clusters of other ledgers that are read together with this one; nodes are named as if all were in one
+        ledger."""
 
     @classmethod
     def within(cls, connection: Connection) -> Reader:
-        """Return a reader for a writer's own transaction, which the reader neither ends nor closes."""
+        """Return a reader that works within a writer's transaction; the reader neither ends the transaction nor closes
+        the connection."""
         return cls(connection, masked(connection.engine.url), borrowed=True)
 
     @classmethod
     def open(cls, url: str) -> Reader:
-        """Open a ledger. Raises LedgerError if there is none at `url`, or one of another schema."""
+        """Open the ledger at `url`. Raises LedgerError if there is none, or if its schema cannot be read."""
         parsed = resolve(url)
         file = file_of(parsed)
         if file is not None and not os.path.exists(file):
@@ -124,15 +127,16 @@ class Reader:
         self.close()
 
     def seconds(self, time: ColumnElement[Any]) -> ColumnElement[float]:
-        """Return a time as seconds since 1970, computed by the database: reading many rows takes half the time of
-        datetimes."""
+        """Return a time column as seconds since 1970, computed by the database: for many rows this takes half the time
+        of reading datetimes."""
         if self._connection.dialect.name == "sqlite":
             fraction = func.substr(time, 20)  # julianday rounds to milliseconds
             return sql_cast(func.strftime("%s", time), Float) + sql_cast(fraction, Float)
         return sql_cast(extract("epoch", time), Float)
 
     def period(self, time: ColumnElement[Any], by: str) -> ColumnElement[str]:
-        """Return the month of a time, `2026-11`, or its week, by its Monday, `2026-11-16`; UTC."""
+        """Return the month of a time column, such as `2026-11`, or its week, named by its Monday, such as `2026-11-16`;
+        in UTC."""
         if self._connection.dialect.name == "sqlite":
             words = ("'%Y-%m'",) if by == "month" else ()
             steps = () if by == "month" else ("'-6 days'", "'weekday 1'")
@@ -144,19 +148,19 @@ class Reader:
         return func.to_char(func.date_trunc(literal_column("'week'"), here), literal_column("'YYYY-MM-DD'"))
 
     def believed(self, query: Select[Any], job: ColumnElement[int]) -> Select[Any]:
-        """Restrict a query over rows of many jobs to those that may count for or against a node; `job` is their
-        `job_id`.
+        """Restrict a query over rows of many jobs to rows that may count for or against a node. `job`: the column with
+        their `job_id`.
 
-        In a PostgreSQL with many writers these are jobs of the reader's own role, of the owner of the tables, and of
-        roles that are members of `TRUSTED_ROLE`: otherwise anybody could discredit the reader's nodes with invented
-        figures.
+        In a PostgreSQL database with many writers, these are the rows of jobs that were written by the reader's own
+        role, by the owner of the tables, or by members of `TRUSTED_ROLE`. Otherwise any user could discredit the
+        reader's nodes with invented figures.
         """
         if self._connection.dialect.name == "sqlite":
             return query
         return query.where(job.in_(select(JobRow.id).where(self.is_believed(JobRow.written_by))))
 
     def is_believed(self, writer: ColumnElement[Any] | InstrumentedAttribute[Any]) -> ColumnElement[bool]:
-        """Decide whether a row by this role counts, as in `believed`; in SQLite every row does."""
+        """Match rows written by a role that counts, as in `believed`; in SQLite every row counts."""
         if self._connection.dialect.name == "sqlite":
             return true()
         owner = text("(SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = to_regclass('jobs'))")
@@ -167,11 +171,11 @@ class Reader:
         return or_(writer == func.current_user(), writer == owner, writer.in_(trusted))
 
     def owner(self) -> ColumnElement[str]:
-        """Return a job's owner, as the column `owner`: the user whom the job itself names.
+        """Return a job's owner as the column `owner`: the user whom the job itself names.
 
-        In a PostgreSQL with many writers, anybody can write any name there. The name stands alone if the database
-        vouches for it, because a role of that name or one that counts (`is_believed`) has written the job; otherwise
-        the writer is added, as in `alice (by mallory)`, so that no job passes as another user's.
+        In a PostgreSQL database with many writers, any user can write any name there. The name stands alone if the
+        database confirms it, because a role of that name, or a role that counts (`is_believed`), wrote the job.
+        Otherwise the writer is added, as in `alice (by mallory)`, so that no job passes as another user's.
         """
         columns = JobRow.__table__.c
         if self._connection.dialect.name == "sqlite":
@@ -182,7 +186,7 @@ class Reader:
         return owner.label("owner")
 
     def is_of(self, user: str) -> ColumnElement[bool]:
-        """Match a job of this user, named as in `owner`."""
+        """Match jobs of this user, with a name as in `owner`."""
         columns = JobRow.__table__.c
         if self._connection.dialect.name == "sqlite":
             return columns.owner == user
@@ -190,29 +194,31 @@ class Reader:
         return and_(columns.owner.in_(names), self.owner() == user)
 
     def is_written_by_reader(self) -> ColumnElement[bool]:
-        """Match a job written by the current database user; never in SQLite, which has no users."""
+        """Match jobs written by the current database user; none in SQLite, which has no users."""
         if self._connection.dialect.name == "sqlite":
             return false()
         return JobRow.written_by == func.current_user()
 
     def clusters(self) -> list[str]:
-        """Return the clusters with jobs in this ledger, among trusted jobs, and `other_clusters`."""
+        """Return the clusters of trusted jobs in this ledger, and `other_clusters`."""
         columns = JobRow.__table__.c
         query = select(columns.cluster).distinct().where(columns.cluster.is_not(None), columns.cluster != "")
         here = (row["cluster"] for row in self.fetch(self.believed(query, columns.id)))
         return sorted({*here, *self.other_clusters})
 
     def node_name(self, node: ColumnElement[Any], job: ColumnElement[int]) -> ColumnElement[Any]:
-        """Return a node's or host's name among those of all jobs: `node`, or `cluster/node` if the ledger has jobs of
-        several clusters, whose nodes may have equal names. `job` is its `job_id`."""
+        """Return the name by which a node or host is unique among all jobs: `node`, or `cluster/node` if the ledger has
+        jobs of several clusters, which may use equal names. `job`: the column with the `job_id`."""
         return naming.node_name(self.clusters(), node, job)
 
     def is_asked(self, wanted: str, node: ColumnElement[Any], job: ColumnElement[int]) -> ColumnElement[bool]:
-        """Match a job's node against a name among those of all jobs, as `is_node` does; `job` is its `job_id`."""
+        """Match rows with the node that `wanted` names among the nodes of all jobs, as `naming.is_node` does. `job`:
+        the column with the `job_id`."""
         return naming.is_asked(self.clusters() if "/" in wanted else (), wanted, node, job)
 
     def fetch(self, query: Select[Any]) -> list[Row]:
-        """Return all rows of one query, in a transaction that ends with it (a reader must not hold up the writer)."""
+        """Return all rows of one query, in a transaction that ends with the query, because a reader must not delay the
+        writer."""
         if self._borrowed:
             return self._dicts(query)
         try:
@@ -253,7 +259,7 @@ class Reader:
         until: datetime | None = None,
         last: int | None = None,
     ) -> list[Row]:
-        """Return the jobs of this ledger, or of a `user`, that were alive in the period; newest first, columns
+        """Return the jobs of this ledger, or of a `user`, that were alive in the period; newest first, with columns
         `JOB_COLUMNS`."""
         columns = [self.owner() if name == "owner" else JobRow.__table__.columns[name] for name in JOB_COLUMNS]
         query = select(*columns).order_by(JobRow.started_at.desc(), JobRow.id.desc()).limit(last)
@@ -273,17 +279,18 @@ class Reader:
         started: datetime | None = None,
         uuid: str | None = None,
     ) -> Row:
-        """Return a job's row: the job of that name (`NamedJob`); without a name the reader's newest; with `uuid`, that
-        one; with `host` and `started`, the one that began there nearest to that time, and not before.
+        """Return a job's row. With `name`, the job that it means (`NamedJob`); without arguments, the user's newest
+        job; with `uuid`, the job with this uuid; with `host` and `started`, the job of this name on that host that
+        began nearest to that time, and not before it.
 
-        Names belong to users: if several users have a job of that name, the reader's own is meant, if there is one. Of
-        several attempts of one run the newest is meant. Raises JobNotFoundError that suggests near names, or lists the
-        existing ones, and UsageError with the choices if the name is ambiguous.
+        Names belong to users: if several users have a job of that name, the reader's own is preferred. Of several
+        attempts of one run, the newest is returned. Raises JobNotFoundError with suggestions or known names, and
+        UsageError with the choices if the name is ambiguous.
         """
         return naming.job(self, name, host=host, started=started, uuid=uuid)
 
     def applied(self, job_id: int) -> int:
-        """Return the number of the last journal record that the ledger holds."""
+        """Return the number of the job's last journal record that the ledger contains."""
         return int(self.fetch(select(JobRow.journal_seq).where(JobRow.id == job_id))[0]["journal_seq"])
 
     def rows(
@@ -299,17 +306,19 @@ class Reader:
         until: datetime | None = None,
         last: int | None = None,
     ) -> list[Row]:
-        """Return rows of one of `TABLES` in order, at most the `last` ones; JSON columns decoded. Scores have no time.
+        """Return rows of one of `TABLES` in order, at most the `last` ones, with JSON columns decoded. Scores have no
+        time.
 
-        With `job_id` None: of all jobs, or of a `user`'s, in order of time, each with its `job` as the first column.
-        Includes `since` and excludes `until`, so that no row counts in two consecutive periods. `kind`: only rows of
-        that kind. Raises UsageError if `node` or `kind` is given for a table that has no such column.
+        With `job_id` None: rows of all jobs, or of a `user`'s jobs, in order of time, with `job` and `job_uuid` as
+        first columns. The time of a row is from `since` on and before `until`, so that no row counts in two consecutive
+        periods. `kind`: only rows of this kind. Raises UsageError if `node` or `kind` is given for a table without such
+        a column.
         """
         filters = table_rows.Filters(node=node, rank=rank, user=user, kind=kind, since=since, until=until, last=last)
         return table_rows.rows(self, table, job_id, filters)
 
     def decoded(self, content: str | None, column: str) -> Any:
-        """Decode a JSON column. Raises LedgerError: imported rows may hold anything."""
+        """Decode a JSON column; None for null. Raises LedgerError for invalid JSON, which imported rows may contain."""
         try:
             return None if content is None else msgspec.json.decode(content)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -318,7 +327,7 @@ class Reader:
             ) from error
 
     def count(self, table: str, job_id: int, *, since: datetime | None = None, until: datetime | None = None) -> int:
-        """Return the number of a job's rows in a table."""
+        """Return the number of a job's rows in a table, in the period if given."""
         return table_rows.count(self, table, job_id, since, until)
 
     def nodes(self, job_id: int | None) -> list[str]:
@@ -326,17 +335,17 @@ class Reader:
         return naming.nodes(self, job_id)
 
     def events(self, job_id: int, kinds: Sequence[str], last: int, always_last: str = "") -> list[Row]:
-        """Return the `last` events of these kinds (names of journal entries), oldest first; and before them the last
-        one of the kind `always_last`, if it is older."""
+        """Return the `last` events of these kinds (names of journal entries), oldest first. If the last event of the
+        kind `always_last` is older, it comes before them."""
         return table_rows.events(self, job_id, kinds, last, always_last)
 
     def shown_plan(self, job_id: int) -> list[Row]:
-        """Return the plan that a job's status describes, if any: the one in effect; before the first, the newest,
-        unless it was refused or withdrawn."""
+        """Return the plan that a job's status describes, as a list with at most one row: the plan in effect; before the
+        first plan is in effect, the newest plan, unless it was refused or withdrawn."""
         return table_rows.shown_plan(self, job_id)
 
     def explanations(self, job_id: int, plans: Sequence[Row]) -> dict[int, Explanation]:
-        """Explain the times of these plans of a job (rows of `rows`), by epoch; computed on each call."""
+        """Explain the iteration times of these plans of a job (rows of `rows`), by epoch. Computed on each call."""
         if not plans:
             return {}
         columns = JobRow.__table__.columns
@@ -347,49 +356,49 @@ class Reader:
         return explanations(job, plans, {row["rank"]: row["node"] for row in places})
 
     def narrow(self, table: str, job_id: int, names: Sequence[str] = ()) -> list[Row]:
-        """Return all rows of a job in order, with the columns from which accounts are computed, or with the columns
-        `names`."""
+        """Return all rows of a job in order, with the columns `names`, or with the columns from which cost accounts are
+        computed."""
         return table_rows.narrow(self, table, job_id, names)
 
     def attempts(self, run: str | None = None, others: Sequence[Row] = ()) -> list[Row]:
-        """Return the jobs of a run, or of all runs with several jobs, counting `others`: `uuid`, `run`, `started_at`,
-        `written_by`, and the `first` and `last` iterations that they committed, null if there are none. Includes
-        `others`."""
+        """Return the jobs of a run, or of all runs with several jobs (including `others`): `uuid`, `run`, `started_at`,
+        `written_by`, and the `first` and `last` iterations that they committed, null if there are none. The result
+        includes `others`."""
         return accounts.attempts(self, run, others)
 
     def account(self, job: Row, now: datetime | None = None, again: Again | None = None) -> Account:
-        """Return where the time of a job went; `job` is its row. For a job that is over, the stored account is used.
-        `again`: iterations committed again by later attempts, including those of other ledgers; None to look them up in
-        this one."""
+        """Return how the time of a job was spent; `job` is its row. For a job that is over, the stored account is used.
+        `again`: iterations that later attempts committed again, including attempts in other ledgers; None to look for
+        them in this ledger."""
         return accounts.account(self, job, now, again)
 
     def committed_again(self, job: Row, others: Sequence[Row] = ()) -> Again:
-        """Return the iterations that later attempts of the job's run committed again: attempts in this ledger, and
-        `others`."""
+        """Return the iterations that later attempts of the job's run committed again. Considered are attempts in this
+        ledger, and `others`."""
         attempts = self.attempts(job["run"], others) if job["run"] else []
         return committed_again(attempts).get(job["uuid"], ())
 
     def timeline(self, job: Row, now: datetime | None = None, again: Again = ()) -> HeldTime:
-        """Return where the time of a job went, moment by moment; `job` is its row, `again` as from
+        """Return how the time of a job was spent, moment by moment; `job` is its row, `again` as from
         `committed_again`."""
         [build] = self.timelines([job], now)
         return build(again)
 
     def timelines(self, jobs: Sequence[Row], now: datetime | None = None) -> Iterator[Callable[[Again], HeldTime]]:
-        """Yield the timelines of many jobs, in their order: rows are read once, and small tables for `JOBS_AT_ONCE`
-        jobs at a time."""
+        """Yield, for each of `jobs` in order, a function that computes the job's timeline. Rows are read once, and rows
+        of small tables for `JOBS_AT_ONCE` jobs at a time."""
         return accounts.timelines(self, jobs, now)
 
     def settled(self, job_id: int) -> str:
-        """Return the account of a job that is over, to be stored in its row, with the work that later attempts made
-        useless."""
+        """Return the cost account of a job that is over, as JSON for its row, including the work that later attempts
+        repeated."""
         return accounts.settled(self, job_id)
 
     def unsettled(self, run: str | None = None) -> list[Row]:
-        """Return the jobs that are over, of a run or all, whose row lacks their account, or the iterations that later
-        attempts committed again: `id`, `uuid`, `run`, `written_by`."""
+        """Return the jobs that are over, of a run or of all runs, and that lack in their row the cost account, or the
+        iterations that later attempts committed again: `id`, `uuid`, `run`, `written_by`."""
         return accounts.unsettled(self, run)
 
     def summary(self, job_id: int, now: datetime | None = None) -> Row:
-        """Return a job's figures, as defined in `db.reading.costs.summary.summarise`."""
+        """Return a job's main figures, as defined in `db.reading.costs.summary.summarise`."""
         return accounts.summary(self, job_id, now)

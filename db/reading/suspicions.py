@@ -1,9 +1,10 @@
-"""Devices that were suspected of being slow in former jobs, over all jobs of a ledger. Reads only.
+"""Devices that were suspected of being slow in earlier jobs, over all jobs of a ledger. Reads only.
 
-A suspicion that no probe confirmed is not a failure: alone it says nothing about a node, and does not make it a lemon
-(`db.reading.health`). But a device that is suspected in one job after another deserves attention. The hardware must be
-the same (`resihp.detector.probes.Place`): node, host, and model where it was measured. Suspicions that others explain
-("dropped") do not count, nor do those raised in a job after something was broken or slowed on purpose.
+A suspicion that no probe confirmed is not a failure: alone it is no evidence against a node, and does not make it a
+lemon (`db.reading.health`). But a device that is suspected in one job after another deserves attention. Suspicions
+count only for the same hardware (`resihp.detector.probes.Place`): node, host, and device model where it was measured.
+Suspicions that others explain ("dropped") do not count, nor do those that were raised after a fault was injected into
+the job.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from db.reading.tables import Row
 from resihp.detector.probes import Place
 
 JobDevice = tuple[int, str, int]
-"""A job's number, a node, and the number of a device on it."""
+"""(job id, node, number of a device on the node)."""
 
 
 class FormerSuspicions(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of one node: the number of jobs in which it served, and of those in which one of its devices was suspected
-    and not declared slow; by device, the number in which it was suspected, declared slow or not."""
+    """Record of one node. `jobs`: number of jobs in which it served; `suspected`: number of these in which one of its
+    devices was suspected and not declared slow; `by_device`: number of jobs in which each device was suspected, whether
+    or not it was declared slow."""
 
     place: Place
     jobs: int
@@ -38,10 +40,10 @@ class FormerSuspicions(msgspec.Struct, frozen=True, kw_only=True):
 def former_suspicions(
     reader: Reader, nodes: Collection[str] | None = None, now: datetime | None = None, before: Row | None = None
 ) -> list[FormerSuspicions]:
-    """Return the records of these nodes, or of all, by place; from trusted jobs (`Reader.believed`) of the last
+    """Return the records of these nodes, or of all nodes, by place; from trusted jobs (`Reader.believed`) of the last
     `MEMORY_PERIOD`.
 
-    `before`: only jobs that began before this one. Raises LedgerError if the ledger cannot be read.
+    `before`: use only jobs that began before this job. Raises LedgerError if the ledger cannot be read.
     """
     since = (now or datetime.now(UTC)) - MEMORY_PERIOD
     places = _places(reader, nodes, since)
@@ -75,9 +77,9 @@ def by_node(reader: Reader, now: datetime | None = None) -> dict[str, dict[str, 
 
 
 def of_device(records: Iterable[FormerSuspicions], place: Place, device: int) -> tuple[int, int]:
-    """Return the number of former jobs in which a device was suspected, and in which its node served.
+    """Return the number of earlier jobs in which a device was suspected, and the number in which its node served.
 
-    If the hardware was not measured (an empty name), only node and host are compared.
+    If the device's model was not measured (an empty name), only node and host are compared.
     """
     same = [
         record
@@ -88,13 +90,13 @@ def of_device(records: Iterable[FormerSuspicions], place: Place, device: int) ->
 
 
 def place_of(reader: Reader, job_id: int, node: str) -> Place:
-    """Return the place of a job's node; without a host if it never came."""
+    """Return the place of a job's node; without a host if the node never came."""
     since = datetime.fromtimestamp(0.0, UTC)
     return _places(reader, (node,), since).get((job_id, node), (node, "", ""))
 
 
 def _places(reader: Reader, nodes: Collection[str] | None, since: datetime) -> dict[tuple[int, str], Place]:
-    """Return places by job and node."""
+    """Return places by job id and node."""
     columns, probes = NodeRow.__table__.c, ProbeRow.__table__.c
     hardware = (
         select(func.max(probes.hardware))
@@ -111,7 +113,7 @@ def _places(reader: Reader, nodes: Collection[str] | None, since: datetime) -> d
 
 
 def _suspects(reader: Reader, since: datetime) -> set[JobDevice]:
-    """Return the devices that were suspected, from the suspected ranks."""
+    """Return the devices of the suspected ranks."""
     columns = SuspicionRow.__table__.c
     query = select(columns.job_id, columns.ranks, columns.outcome, columns.raised_at).where(
         columns.component == "device", columns.raised_at >= since
@@ -130,7 +132,7 @@ def _suspects(reader: Reader, since: datetime) -> set[JobDevice]:
 
 
 def _ranks(content: str) -> list[int]:
-    """Return the ranks; imported rows may hold anything, so malformed ones count as empty."""
+    """Decode a list of ranks. Imported rows may be malformed; malformed values count as empty."""
     try:
         return msgspec.json.decode(content, type=list[int])
     except (msgspec.DecodeError, UnicodeError, RecursionError):

@@ -1,6 +1,6 @@
-"""Rows of the tables of `resihp history`: queries from the filters that a reader gives, and decoded JSON.
+"""Rows of the tables of `resihp history`: queries with filters, and decoding of JSON.
 
-Decides which rows match, and their order. Implements the methods of `Reader` that have the same names; their docstrings
+Decides which rows match, and their order. Implements the methods of `Reader` with the same names; the docstrings there
 describe the results. Changes nothing.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Filters:
-    """Conditions of a question for rows; None for no condition. `last`: the largest number of rows."""
+    """Conditions for rows; None for no condition. `last`: limit on the number of rows."""
 
     node: str | None = None
     rank: int | None = None
@@ -73,7 +73,7 @@ def rows(reader: Reader, table: str, job_id: int | None, filters: Filters) -> li
 
 
 def _of_all_jobs(reader: Reader, table: str, query: Select[Any]) -> Select[Any]:
-    """Add the name and the uuid of each row's job."""
+    """Add the columns with the name and the uuid of each row's job."""
     columns = TABLES[table].source.c
     if table == "devices":  # readers look for the same device in all jobs
         node_label = reader.node_name(columns.node, columns.job_id).label("node")
@@ -101,7 +101,7 @@ def _filtered(reader: Reader, table: str, job_id: int | None, query: Select[Any]
 
 
 def _names_node(reader: Reader, table: str, job_id: int | None, node: str) -> ColumnElement[bool]:
-    """Match rows that name this node. Raises UsageError for a table without nodes."""
+    """Match rows about this node. Raises UsageError for a table without nodes."""
     columns = TABLES[table].source.c
     named = [columns[name] for name in node_columns(table)]
     if job_id:

@@ -1,4 +1,4 @@
-"""The tables of `resihp history`: the columns of each, its order, and the columns for filters. Reads nothing."""
+"""The tables of `resihp history`: their columns, order, and filter columns. Reads nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ JOB_COLUMNS = (
 )
 
 OF_JOB = ("job", "job_uuid")
-"""Additional columns of rows from all jobs, since names repeat between folders and hosts."""
+"""Additional columns of rows from all jobs. The uuid is needed because names repeat between folders and hosts."""
 
 ACCOUNT_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "iterations": ("iteration", "epoch", "seconds", "predicted_seconds", "tokens", "loss", "finished_at"),
@@ -41,13 +41,14 @@ ACCOUNT_COLUMNS: Mapping[str, tuple[str, ...]] = {
         *("predicted", "present", "unit", "unaffected_by"),
     ),
 }
-"""Columns of each table from which accounts are computed: no layouts, which would take longer than all else."""
+"""Columns of each table from which cost accounts are computed. Layouts are not included, because reading them would
+take longer than all else."""
 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Suspend Python's garbage collection while many rows are created: it would scan them all again and again and find
-    no cycles, which takes as long as everything else."""
+    """Suspend Python's garbage collection while many rows are created: it would scan all rows again and again without
+    finding cycles, which doubles the time."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -63,7 +64,7 @@ def _columns(model: type[models.LedgerTable], *left_out: str) -> tuple[ColumnEle
 
 @dataclass(frozen=True)
 class Table:
-    """One table of `resihp history`: its columns, its order, and its time column."""
+    """One table of `resihp history`: its query, the table of the ledger, and the columns for order and time."""
 
     query: Select[Any]
     source: FromClause
@@ -113,7 +114,7 @@ _node_columns_told = (
     .scalar_subquery()
     .label("replaced_by"),
 )
-"""`joined_at`: null for a node that never came; `replaced_by`: the node that joined in its place."""
+"""`joined_at`: null for a node that never came. `replaced_by`: the node that joined in its place."""
 
 _later = aliased(PlanRow)
 _plan_columns = (
@@ -126,8 +127,8 @@ _plan_columns = (
         else_="pending",
     ).label("outcome"),
 )
-"""`outcome`: in effect, since `in_effect_at`; refused; withdrawn, because the job was to stop; superseded, if the next
-plan was decided before it took effect; or pending."""
+"""`outcome`: in effect (since `in_effect_at`); refused; withdrawn, because the job was to stop; superseded, if the next
+plan was decided before this one took effect; or pending."""
 
 _suspicion_kind = func.coalesce(
     models.SuspicionRow.kind,
@@ -140,7 +141,7 @@ _suspicion_columns = (
     .scalar_subquery()
     .label("meaning"),
 )
-"""Older clients wrote only suspicions of slowness, and no kinds."""
+"""Older clients wrote only suspicions of slowness, without a kind."""
 
 TABLES: Mapping[str, Table] = {
     "failures": Table(
@@ -181,8 +182,8 @@ def node_columns(table: str) -> list[str]:
 
 
 def with_times(failure: Row) -> Row:
-    """Add the seconds from the failure to the first commit after it, and those before and after it was noticed, by the
-    clocks of its writers, which may have been on several hosts."""
+    """Replace `back_at` by the seconds from the failure to the first commit after it, and those before and after the
+    failure was noticed. The times come from the clocks of the writers, which may be several hosts."""
     back_at, moments = failure.pop("back_at"), Moments.of_times(failure["failed_at"], failure["noticed_at"])
     failure["noticed_after_seconds"] = noticed_after(moments)
     if back_at is not None:

@@ -1,7 +1,7 @@
-"""The rows that show how a job stands: its plans, failures, nodes, workers, open suspicions and unfit devices.
+"""The rows that show a job's current state: its plans, failures, nodes, workers, open suspicions and unfit devices.
 
-`read` gives them to `wrapper.output.job_history` and to the figures of `resihp status`, in as few statements as the
-tables allow: on a server each costs three round trips. Changes nothing.
+`read` returns them to `wrapper.output.job_history` and to the figures of `resihp status`, with as few statements as
+possible, because on a server each statement costs three round trips. Changes nothing.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from db.reading.reader import Reader
 
 MAX_LAYOUTS = 65
-"""Number of last plans in effect whose layouts are read; of 16,384 ranks a layout has some 300 kB."""
+"""Number of the last plans in effect with layouts that are read; a layout of 16,384 ranks has about 300 kB."""
 
 
 class WatchedRows(NamedTuple):
-    """Rows of one job, JSON columns decoded except layouts."""
+    """Rows of one job; JSON columns are decoded, except layouts."""
 
     plans: Sequence[Row]
-    """Columns of `Reader.narrow`, `next_iteration`, `outcome`, and `layout_json`: LAYOUT as text, None for older
+    """Columns of `Reader.narrow`, `next_iteration`, `outcome`, and `layout_json`: the LAYOUT as text, None for older
     plans."""
     reconfigurations: Sequence[Row]
     failures: Sequence[Row]
     nodes: Sequence[Row]
     workers: Sequence[Row]
     suspicions: Sequence[Row]
-    """Open ones: `suspicion`, `component`, `ranks`; not read once the job is over."""
+    """Open suspicions: `suspicion`, `component`, `ranks`; empty once the job is over."""
     probes: Sequence[Row]
-    """All probes, in order, of devices that ever failed one."""
+    """All probes, in order, of devices that ever failed a probe."""
 
 
 def read(reader: Reader, job: Row) -> WatchedRows:
-    """Read the rows of a job; `job` is its row. Six statements, seven while it runs."""
+    """Read the rows of a job; `job` is its row. Takes six statements, seven while the job runs."""
     number = job["id"]
     plans, reconfigurations = _plans(reader, number)
     return WatchedRows(

@@ -1,1 +1,2 @@
-"""Per-rank reports of every iteration on their way into the ledger: thinned, condensed, and never waited for."""
+"""Reports of ranks on every iteration, on their way into the ledger: thinned and condensed; training never waits for
+them."""

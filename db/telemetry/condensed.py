@@ -1,16 +1,16 @@
-"""Rank reports of a job with thousands of ranks: quantiles over all ranks in each iteration, and the reports that stand
-out.
+"""Rank reports of a job with thousands of ranks: quantiles over all ranks in each iteration, and the reports of
+outliers.
 
-Called by `queue` beside it, in the writer's thread. All rows of 16,384 ranks came to 15 GB a day. Decides which reports
-are kept:
+Called by `queue`, in the writer's thread. All rows of 16,384 ranks took 15 GB a day. Decides which reports are
+kept:
 
-- of each iteration the slowest and the fastest ranks, and those that moved away from their own level by more than their
-  peers did. The measure is the time of a rank's own work (`compute_seconds`, or `seconds` where nobody reports that):
-  stages permanently differ in it, so a rank is compared with itself;
+- of each iteration, the slowest and the fastest ranks, and those that deviate from their own level by more than the
+  other ranks do. The measure is the time of a rank's own work (`compute_seconds`, or `seconds` if no rank reports
+  that). It differs permanently between stages, so a rank is compared with itself;
 - all reports of every `WHOLE_EVERY`-th iteration;
-- all reports of `WHOLE_AROUND_FINDING` iterations before and after a finding, `WHOLE_ROWS_A_DAY` rows at most.
+- all reports of `WHOLE_AROUND_FINDING` iterations before and after a finding, at most `WHOLE_ROWS_A_DAY` rows.
 
-The other reports only count in the iteration's quantiles. Knows no database and no lock.
+The other reports are only included in the quantiles of the iteration. Knows no database and no lock.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ import numpy.typing as npt
 from db.telemetry.report_rows import ROWS_IN_BATCH, Quantiles, Report
 
 MAX_OPEN_ITERATIONS = 8
-"""Number of open iterations, for late reports; the oldest is closed when another begins."""
+"""Number of iterations that stay open for late reports; the oldest is closed when a further one opens."""
 WHOLE_AROUND_FINDING = 50
-"""Iterations before a finding, and after it, of which every report is kept."""
+"""Number of iterations before a finding, and after it, with all reports kept."""
 WHOLE_EVERY = 100
 SLOWEST, FASTEST = 8, 4
 MOST_OUTLYING = 64
 OUTLYING_DEVIATIONS, MIN_OUTLYING_SHARE = 6.0, 0.02
-"""Distance from its level at which a rank stands out: this multiple of the ranks' usual distance (median absolute
-deviation, scaled to the standard deviation of a normal distribution), and at least this share of its level."""
+"""Distance from its own level at which a rank counts as an outlier: this multiple of the ranks' usual distance (median
+absolute deviation, scaled to the standard deviation of a normal distribution), and at least this share of its level."""
 WHOLE_ROWS_A_DAY = 5_000_000
-"""Rows kept around findings per day, at 123 bytes each on PostgreSQL."""
+"""Limit on the rows kept around findings in one day, at 123 bytes each on PostgreSQL."""
 WAITING_ROWS = 2_000_000
-"""Rows kept while the database is away, at 20 bytes each."""
+"""Limit on the rows that wait while the database is unavailable, at 20 bytes each."""
 MOST_RANKS = 1 << 20
 QUANTILE_SHARES = (0.0, 0.05, 0.5, 0.95, 1.0)
 
@@ -49,7 +49,7 @@ _Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class _Part:
-    """Reports of one iteration; null is NaN."""
+    """Reports of one iteration; null figures are NaN."""
 
     iteration: int
     epoch: int
@@ -67,18 +67,18 @@ class _Part:
 
 
 class Condensed:
-    """Reports on their way from the ranks to the database."""
+    """Reports of a job with many ranks, on their way from the ranks to the database."""
 
     def __init__(self, today: Callable[[], int] = lambda: int(time.time() // 86400)) -> None:
-        """`today`: number of the day to which `WHOLE_ROWS_A_DAY` applies."""
+        """`today`: returns the number of the current day, to which `WHOLE_ROWS_A_DAY` applies."""
         self._today = today
         self._open: dict[tuple[int, int], list[Report]] = {}
         self._closed = (-1, -1)
-        """Epoch and iteration; all iterations that are not later are closed."""
+        """(epoch, iteration) up to which all iterations are closed."""
         self._past: deque[tuple[_Part, _Flags]] = deque(maxlen=WHOLE_AROUND_FINDING)
-        """The latest closed iterations, and the reports of each that were kept."""
+        """The latest closed iterations, and which reports of each were kept."""
         self._whole = 0
-        """Number of iterations, of those closed next, of which every report is kept."""
+        """Number of iterations to be closed next of which all reports are kept."""
         self._levels = _Levels(-1)
         self._day, self._kept_today, self._is_spent = -1, 0, False
         self._parts: deque[_Part] = deque()
@@ -88,14 +88,14 @@ class Condensed:
         self.lost = 0
         """Number of reports that came too late to be counted, or for which there was no room."""
         self.spent = False
-        """Whether reports around a finding were not kept because of the daily limit; set at most once a day."""
+        """Whether reports around a finding were dropped because of the daily limit; set at most once a day."""
 
     def __bool__(self) -> bool:
-        """Whether there is something to write."""
+        """Whether there are rows to write."""
         return bool(self._parts or self._quantiles)
 
     def put(self, reports: Iterable[Report]) -> None:
-        """Take in sound reports (`report_rows.sound`), in any order."""
+        """Add reports that fit the table (`report_rows.sound`), in any order."""
         late: dict[tuple[int, int], list[Report]] = {}
         for report in reports:
             key = (report[1], report[0])
@@ -110,7 +110,7 @@ class Condensed:
                 self.lost += len(rows)
 
     def finding(self) -> None:
-        """Keep all reports around the present iteration, because of a finding."""
+        """Keep all reports of the iterations around the current one, because of a finding."""
         self._whole = WHOLE_AROUND_FINDING + len(self._open)
         for number, (part, kept) in enumerate(self._past):
             if not kept.all() and self._may_keep(len(part.ranks)):
@@ -118,12 +118,12 @@ class Condensed:
                 self._past[number] = (part, np.ones_like(kept))
 
     def finish(self) -> None:
-        """Close all open iterations: no more reports come."""
+        """Close all open iterations, because no more reports will come."""
         while self._open:
             self._close(min(self._open))
 
     def batch(self) -> tuple[list[Report], list[Quantiles]]:
-        """Return the next rows to write; they stay until `remove`."""
+        """Return the next rows to write: reports and quantiles. They stay in the queue until `remove`."""
         reports: list[Report] = []
         parts = 0
         for part in self._parts:
@@ -136,7 +136,7 @@ class Condensed:
         return reports, quantiles
 
     def remove(self) -> None:
-        """Remove the rows of the last `batch`, which are written."""
+        """Remove the rows of the last `batch`, because they are written."""
         parts, quantiles = self._given
         for _ in range(parts):
             self._rows -= len(self._parts.popleft().ranks)
@@ -179,7 +179,7 @@ class Condensed:
 
 
 class _Levels:
-    """Level of each rank: the usual time of its own work under one plan."""
+    """Level of each rank under one plan: the usual time of its own work."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
@@ -187,8 +187,8 @@ class _Levels:
         self._levels: _Figures = np.full(0, np.nan)
 
     def outlying(self, ranks: npt.NDArray[np.int32], own: _Figures) -> _Flags:
-        """Return which ranks of an iteration stand out, and update the levels. Once levels are known, a rank that
-        stands out does not move its own level: it keeps standing out until it is as before."""
+        """Return which ranks of an iteration are outliers, and update the levels. Once levels are known, an outlier
+        does not change its own level, so that it remains an outlier until its time is as before."""
         kept = np.zeros(len(ranks), bool)
         measured = np.flatnonzero(np.isfinite(own) & (ranks < MOST_RANKS))
         if not len(measured):

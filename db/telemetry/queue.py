@@ -1,7 +1,7 @@
-"""Telemetry that waits for the ledger's writer: rank reports, condensed in a job of many ranks, and scores of ranks.
+"""Telemetry that waits for the ledger's writer: rank reports, which are condensed for many ranks, and scores of ranks.
 
-Decides which rows are dropped, and counts them; never waits, and knows no database. Called by `db.writer`, with which
-it shares a lock.
+Decides which rows are dropped, and counts them; never waits, and knows no database. Called by `db.writer`, which shares
+its lock with the queue.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from db.telemetry.condensed import Condensed
 
 RANKS_KEPT_WHOLE = 1024
-"""Ranks up to which every report of a job is kept; above that, `db.telemetry.condensed` selects."""
+"""Largest number of ranks in a job of which every report is kept; for more ranks, `db.telemetry.condensed` selects
+reports."""
 
 
 class TelemetryBatch(NamedTuple):
-    """The rows that are written next. `dropped`: number of rows dropped before."""
+    """The rows to write next. `dropped`: number of rows that were dropped so far."""
 
     parts: list[list[report_rows.Report]]
     scores: list[report_rows.Score]
@@ -30,13 +31,13 @@ class TelemetryBatch(NamedTuple):
 
 
 class TelemetryQueue:
-    """Reports and scores that are not written yet. `written` is the condition of the lock; methods whose docstring says
-    so are called while it is held."""
+    """Reports and scores that are not written yet. `written`: condition that contains the lock. Methods that require
+    the caller to hold the lock say so."""
 
     def __init__(
         self, most: int, written: threading.Condition, closing: threading.Event, warn: Callable[[str], None]
     ) -> None:
-        """`most`: number of reports, and of scores, that may wait."""
+        """`most`: limit on the reports, and on the scores, that may wait."""
         self._most = most
         self._written = written
         self._closing = closing
@@ -44,19 +45,20 @@ class TelemetryQueue:
         self._reports = report_rows.Waiting(most)
         self._scores: list[report_rows.Score] = []
         self._condensed: Condensed | None = None
-        """State of telemetry for a job of more than `RANKS_KEPT_WHOLE` ranks; only the writer's thread changes it."""
+        """State of the telemetry of a job with more than `RANKS_KEPT_WHOLE` ranks, else None; only the writer's thread
+        changes it."""
         self._has_finding = False
         self.dropped = 0
         self.dropped_written = 0
 
     def put_reports(self, rows: Iterable[Mapping[str, Any]] | Iterable[report_rows.Report]) -> None:
-        """Take in rank reports, as far as there is room."""
+        """Add rank reports, as far as there is room; count the others as dropped."""
         reports = report_rows.as_reports(rows)
         with self._written:
             self.dropped += self._reports.put(reports)
 
     def put_scores(self, iteration: int, scores: Iterable[tuple[int, float | None, float]]) -> None:
-        """Take in scores of ranks after an iteration, as far as there is room."""
+        """Add scores of ranks after an iteration, as far as there is room; count the others as dropped."""
         rows = report_rows.sound_scores((iteration, *score) for score in scores)
         with self._written:
             room = max(self._most - len(self._scores), 0)
@@ -64,7 +66,7 @@ class TelemetryQueue:
             self.dropped += max(len(rows) - room, 0)
 
     def note(self, entry: journal.Entry) -> None:
-        """Note an entry around which all reports are wanted. The caller holds the lock."""
+        """Note a journal entry; around a finding, all reports are kept. The caller holds the lock."""
         self._has_finding |= _is_finding(entry)
 
     @property
@@ -76,8 +78,8 @@ class TelemetryQueue:
         return not (self._reports or self._scores or self._condensed)
 
     def condense(self, first: journal.Record | None) -> None:
-        """Move the reports of a job with many ranks to where they are condensed; `first` is its journal's first
-        record."""
+        """Move waiting reports to the condensed telemetry, if the job has many ranks. `first`: first record of the
+        job's journal."""
         if self._condensed is None:
             if first is None or not _has_many_ranks(first.entry):
                 return
@@ -104,7 +106,7 @@ class TelemetryQueue:
             self._written.notify_all()
 
     def batch(self) -> TelemetryBatch:
-        """Return the next rows; they stay until `remove`. The caller holds the lock."""
+        """Return the next rows to write; they stay in the queue until `remove`. The caller holds the lock."""
         return TelemetryBatch(
             self._reports.batch() if self._condensed is None else [],
             self._scores[: report_rows.ROWS_IN_BATCH],
@@ -112,7 +114,7 @@ class TelemetryQueue:
         )
 
     def has_content(self, batch: TelemetryBatch) -> bool:
-        """Decide whether there is something to write: rows, or a number of dropped ones."""
+        """Decide whether there is anything to write: rows, or a changed number of dropped rows."""
         return bool(batch.parts or batch.scores or self._condensed or batch.dropped != self.dropped_written)
 
     def rows_of(self, batch: TelemetryBatch) -> tuple[report_rows.Telemetry, int]:
@@ -126,8 +128,8 @@ class TelemetryQueue:
         return report_rows.Telemetry(reports, batch.scores, quantiles), given
 
     def remove(self, batch: TelemetryBatch, dropped: int, dropped_written: int) -> None:
-        """Forget a batch, of which `dropped` reports were not written. `dropped_written`: the number of dropped rows
-        that the ledger has now. The caller holds the lock."""
+        """Remove a batch, of which `dropped` reports were not written. `dropped_written`: number of dropped rows that
+        is now recorded in the ledger. The caller holds the lock."""
         self._reports.remove(batch.parts)
         if self._condensed is not None:
             self._condensed.remove()
@@ -141,8 +143,8 @@ def _has_many_ranks(entry: journal.Entry) -> bool:
 
 
 def _is_finding(entry: journal.Entry) -> bool:
-    """Decide whether rank reports around this entry are wanted later: a failure, or a suspicion that something is
-    slow."""
+    """Decide whether all rank reports around this entry are to be kept: it is a failure, or a suspicion that something
+    is slow."""
     if isinstance(entry, journal.Suspected):
         return entry.kind == "slow" and not entry.cleared
     return isinstance(entry, journal.FailureFound)

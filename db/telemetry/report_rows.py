@@ -1,9 +1,9 @@
-"""Bulk writing of rank reports: COPY or arrays on PostgreSQL, multi-row statements on SQLite. Also writes ranks' scores
-and iterations' quantiles, of which there are few.
+"""Writing of rank reports in bulk: COPY or arrays on PostgreSQL, multi-row statements on SQLite. Also writes scores of
+ranks and quantiles of iterations, of which there are few.
 
-Called by `db.writing.transactions`, by `queue` beside it, and by `db.exchange`. A report is identified by job,
-iteration, rank and epoch, a score by job, iteration and rank, quantiles by job, iteration and epoch: writing one twice
-changes nothing. Decides only which rows fit the table; telemetry may be lost.
+Called by `db.writing.transactions`, `queue` and `db.exchange`. A report is identified by job, iteration, rank and
+epoch, a score by job, iteration and rank, and quantiles by job, iteration and epoch; writing one of them twice changes
+nothing. Decides only which rows fit the table; telemetry may be lost.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 from db.models import RankQuantilesRow, RankScoreRow
 
 Report = tuple[int, int, int, float | None, float | None]
-"""iteration, epoch, rank, seconds, compute_seconds."""
+"""(iteration, epoch, rank, seconds, compute_seconds)."""
 COLUMNS = ("iteration", "epoch", "rank", "seconds", "compute_seconds")
 Score = tuple[int, int, float | None, float]
-"""iteration, rank, level, evidence."""
+"""(iteration, rank, level, evidence)."""
 SCORE_COLUMNS = ("iteration", "rank", "level", "evidence")
 Quantiles = tuple[Any, ...]
 """Values in the order of `QUANTILE_COLUMNS`."""
@@ -53,8 +53,8 @@ _NUMBER, _NULL = struct.Struct("!id"), struct.pack("!i", -1)
 
 
 def as_reports(rows: Iterable[Mapping[str, Any]] | Iterable[Report]) -> list[Report]:
-    """Convert mappings with the names of `COLUMNS` (a missing one is null) to tuples in their order; tuples stay as
-    they are."""
+    """Convert mappings with the keys `COLUMNS` (missing keys become null) to tuples in this order; tuples stay
+    unchanged."""
     given = list(rows)
     if given and isinstance(given[0], tuple):
         return cast(list[Report], given)
@@ -66,7 +66,7 @@ def as_reports(rows: Iterable[Mapping[str, Any]] | Iterable[Report]) -> list[Rep
 
 
 def sound(reports: Sequence[Report]) -> list[Report]:
-    """Return the reports that fit the table; seconds that are not finite become null."""
+    """Return the reports that fit the table. Seconds that are not finite become null."""
     kept: list[Report] = []
     for report in reports:
         iteration, epoch, rank, seconds, compute = report
@@ -86,7 +86,7 @@ def _finite(seconds: float | None) -> float | None:
 
 
 def sound_scores(scores: Iterable[Score]) -> list[Score]:
-    """Return the scores that fit the table; a level that is not finite becomes null."""
+    """Return the scores that fit the table. A level that is not finite becomes null."""
     return [
         (iteration, rank, _finite(level), evidence)
         for iteration, rank, level, evidence in scores
@@ -98,7 +98,7 @@ def sound_scores(scores: Iterable[Score]) -> list[Score]:
 
 
 class Telemetry(NamedTuple):
-    """Rows that are written together; all of them sound."""
+    """Rows that are written together. All of them must fit the tables (`sound`)."""
 
     reports: Sequence[Report] = ()
     scores: Sequence[Score] = ()
@@ -106,14 +106,14 @@ class Telemetry(NamedTuple):
 
 
 def insert_all(connection: Connection, job_id: int, telemetry: Telemetry) -> None:
-    """Write all of it. Raises SQLAlchemy's errors."""
+    """Write all rows of `telemetry`. Raises SQLAlchemy's errors."""
     insert_reports(connection, job_id, telemetry.reports)
     insert_scores(connection, job_id, telemetry.scores)
     insert_quantiles(connection, job_id, telemetry.quantiles)
 
 
 def insert_scores(connection: Connection, job_id: int, scores: Sequence[Score]) -> None:
-    """Write sound scores. Raises SQLAlchemy's errors."""
+    """Write scores that fit the table (`sound_scores`). Raises SQLAlchemy's errors."""
     _insert(connection, job_id, cast(Table, RankScoreRow.__table__), SCORE_COLUMNS, scores)
 
 
@@ -132,7 +132,7 @@ def _insert(
 
 
 class Waiting:
-    """Queue of reports to be written, at most `most` of them. Has no lock of its own: the owner locks."""
+    """Queue of at most `most` reports. Not thread-safe: the owner does the locking."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -146,7 +146,7 @@ class Waiting:
         return self._count
 
     def put(self, reports: list[Report]) -> int:
-        """Take in as many reports as fit; return the number of those that did not."""
+        """Add as many reports as fit; return the number of reports that did not fit."""
         kept = reports[: max(self._most - self._count, 0)]
         for at in range(0, len(kept), ROWS_IN_BATCH):
             self._parts.append(kept[at : at + ROWS_IN_BATCH])
@@ -154,7 +154,7 @@ class Waiting:
         return len(reports) - len(kept)
 
     def batch(self) -> list[list[Report]]:
-        """Return the oldest parts, `ROWS_IN_BATCH` rows in all; they stay until `remove`."""
+        """Return the oldest parts, about `ROWS_IN_BATCH` rows in total; they stay in the queue until `remove`."""
         parts: list[list[Report]] = []
         count = 0
         for part in self._parts:
@@ -177,7 +177,7 @@ class Waiting:
 
 
 def insert_reports(connection: Connection, job_id: int, reports: Sequence[Report]) -> None:
-    """Write `sound` reports. Raises SQLAlchemy's errors."""
+    """Write reports that fit the table (`sound`). Raises SQLAlchemy's errors."""
     if not reports:
         return
     if connection.dialect.name != "postgresql":

@@ -1,5 +1,5 @@
-"""Parts of the ledger's writer (`db.writer`), and its use for a whole journal.
+"""Parts of the ledger's writer (`db.writer`), and a function that writes a whole journal.
 
-`record_queue` holds the records that wait, `transactions` writes them, `daily_pruning` removes old telemetry;
-`catch_up` brings a ledger up to a journal.
+`record_queue` contains the records that wait to be written, `transactions` writes them, and `daily_pruning` removes old
+telemetry. `catch_up` writes the records of a journal that a ledger lacks.
 """

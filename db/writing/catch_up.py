@@ -1,6 +1,6 @@
-"""Brings a ledger up to a journal, in the foreground: for commands that look at a job, and for imports.
+"""Brings a ledger up to date with a journal, and waits for it: for commands that show a job, and for imports.
 
-Decides how long it waits; `db.writer` writes. Called by `db.exchange`, by commands and by the supervisor.
+Decides how long to wait; `db.writer` writes. Called by `db.exchange`, by commands and by the supervisor.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from resihp.errors import LedgerError, ResihpError
 
 
 def catch_up(url: str, job_folder: Path, journal_path: Path, timeout_s: float = 60.0) -> None:
-    """Bring a ledger up to a journal and wait for it, as long as something is written every `timeout_s`.
+    """Write the journal's records that a ledger lacks, and wait for it as long as some are written every `timeout_s`.
 
-    Raises LedgerError if it cannot be opened, the job is another database user's, or nothing is written in time,
-    ProtocolError if the journal cannot be read.
+    Raises LedgerError if the ledger cannot be opened, if the job belongs to another database user, or if nothing is
+    written in time; ProtocolError if the journal cannot be read.
     """
     warnings: list[str] = []
     ledger = Ledger.open(url, job_folder, say=warnings.append)

@@ -1,6 +1,6 @@
-"""Removes outdated telemetry of a user's jobs once a day, while one of them writes its ledger.
+"""Removes outdated telemetry of a user's jobs once a day, while one of these jobs writes its ledger.
 
-Decides when; `db.retention` removes. Called by `db.writer`, in its thread.
+Decides when to remove; `db.retention` removes the rows. Called by `db.writer`, in its thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PRUNE_EVERY_S = 86400.0
 
 
 class DailyPruning:
-    """Removal of telemetry older than `keep_s`; of none if that is None."""
+    """Removes telemetry older than `keep_s` once a day; removes nothing if `keep_s` is None."""
 
     def __init__(self, engine: Engine, keep_s: float | None, warn: Callable[[str], None]) -> None:
         """`warn` takes a message without the ledger's name."""
@@ -30,8 +30,8 @@ class DailyPruning:
         self._at = time.monotonic() if keep_s else float("inf")
 
     def prune(self, entry: journal.Entry) -> None:
-        """Remove some of the outdated telemetry of the job's user, and more at the next call: new records do not wait
-        for it. `entry`: the first one of the job's journal."""
+        """Remove some outdated telemetry of the user's jobs, if it is time; the next call removes more, so that new
+        records need not wait. `entry`: the first entry of the job's journal."""
         if time.monotonic() < self._at or self._keep_s is None:
             return
         before = datetime.now(UTC) - timedelta(seconds=self._keep_s)

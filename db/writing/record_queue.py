@@ -1,7 +1,7 @@
-"""Journal records that wait for the ledger's writer: in memory, or, if too many wait, in the journal alone.
+"""Journal records that wait for the ledger's writer: in memory, or, if too many wait, only in the journal.
 
-Decides which records are written next, and when the journal has to be read again; never drops a record. Has no lock of
-its own: `db.writer` locks.
+Decides which records are written next, and when the journal has to be read again; never drops a record. Not
+thread-safe: `db.writer` does the locking.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ class RecordQueue:
     """Records of one job that are not written yet, in order."""
 
     def __init__(self, most: int, journal_path: Path | None) -> None:
-        """`most`: number of records kept in memory, if there is a journal to read them from."""
+        """`most`: limit on the number of records in memory; it applies only if there is a journal to read them from
+        again."""
         self._most = most
         self._records: deque[journal.Record] = deque()
         self.journal_path = journal_path
         self.first: journal.Record | None = None
         """The journal's first record, which identifies the job."""
         self.is_read_again = False
-        """Whether records wait that are only in the journal."""
+        """Whether some of the waiting records are only in the journal, which must be read again."""
         self.last_submitted = 0
         self.applied = 0
-        """Number of the last record written."""
+        """Number of the last record that was written."""
 
     def __len__(self) -> int:
         return len(self._records)
 
     @property
     def behind(self) -> int:
-        """Number of records that wait; a lower bound while they are read again."""
+        """Number of waiting records; a lower bound while the journal must be read again."""
         return len(self._records) + (self._most if self.is_read_again else 0)
 
     @property
@@ -46,7 +47,7 @@ class RecordQueue:
         return 2 * len(self._records) > self._most
 
     def put(self, record: journal.Record) -> None:
-        """Take in the next record."""
+        """Add the next record."""
         if record.seq == 1:
             self.first = record
         if self.journal_path is not None and len(self._records) >= self._most:
@@ -56,7 +57,7 @@ class RecordQueue:
         self.last_submitted = max(self.last_submitted, record.seq)
 
     def take_over(self, path: Path, packed: list[journal.Record], written: int) -> None:
-        """Take in the journal at `path`; the ledger has its records up to number `written`."""
+        """Add the records of the journal at `path`. The ledger has the records up to number `written`."""
         self.journal_path = path
         if packed:
             self.first = packed[0]
@@ -65,27 +66,28 @@ class RecordQueue:
         self._put_before(packed, written)
 
     def refill(self, packed: list[journal.Record], written: int) -> None:
-        """Take in the journal's records after number `written`, when it was read again."""
+        """Add the journal's records after number `written`, after the journal was read again."""
         self._put_before(packed, written)
         self.first = self.first or next(iter(packed), None)
         self.is_read_again = False
 
     def _put_before(self, packed: list[journal.Record], written: int) -> None:
-        """Queue the journal's records after number `written` before the later ones.
+        """Insert the journal's records after number `written` before later records of the queue.
 
-        Packed iterations stay packed until their turn: unpacked they are a hundred times as large.
+        Packed iterations stay packed until they are next: unpacked they would take a hundred times as much memory.
         """
         last = packed[-1].seq if packed else 0
         later = [record for record in self._records if record.seq > last]
         self._records = deque([*(record for record in packed if record.seq > written), *later])
 
     def start_again(self) -> None:
-        """Note that the ledger is empty: everything is read again from the journal, if there is one."""
+        """Note that the ledger is empty: all records are to be read from the journal again, if there is one."""
         self.applied = 0
         self.is_read_again = self.journal_path is not None
 
     def batch(self) -> list[journal.Record]:
-        """Return the next records; they stay until `forget`. Raises ProtocolError for malformed columns."""
+        """Return the next records to write; they stay in the queue until `forget`. Raises ProtocolError for malformed
+        packed iterations."""
         while self._records and not _is_unpacked(self._records[0]):
             rows = list(unpack([self._records[0]]))
             self._records.popleft()
@@ -93,9 +95,10 @@ class RecordQueue:
         return list(takewhile(_is_unpacked, islice(self._records, BATCH_RECORDS)))
 
     def forget(self, records: Sequence[journal.Record], seq: int, *, handed_over: bool) -> bool:
-        """Forget the written ones of these records, up to record `seq`; return whether the rest can be written.
+        """Remove the written ones of `records`, up to number `seq`, from the queue. Return whether the remaining
+        records can be written.
 
-        `handed_over`: the records were not read from the journal.
+        `handed_over`: `records` were submitted, not read from the journal.
         """
         count = 0
         while self._records and count < len(records) and self._records[0].seq <= seq:

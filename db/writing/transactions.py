@@ -1,7 +1,7 @@
 """Transactions of a job's ledger: a batch of records and telemetry is written as a whole or not at all.
 
-Decides which records are written now, and that a record which fits no table becomes an event; never retries. Called by
-`db.writer`, in its thread.
+Decides which records of a batch can be written now, and records an event for a record that fits no table; never
+retries. Called by `db.writer`, in its thread.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from resihp.record import journal, journal_file
 
 
 class Transactions:
-    """Writes into one ledger."""
+    """Writes batches into one ledger."""
 
     def __init__(self, engine: Engine, name: str, warn: Callable[[str], None]) -> None:
-        """`name`: the ledger's URL, its password masked; `warn` takes a message without that name."""
+        """`name`: the ledger's URL with its password masked. `warn` receives a message without that name."""
         self._engine = engine
         self._name = name
         self._warn = warn
         self._schema: str | None = None
-        """Schema version of the ledger at the last write: somebody may upgrade it while we write."""
+        """Schema version of the ledger at the last write; another process may upgrade the ledger in the meantime."""
 
     def write(
         self,
@@ -41,7 +41,8 @@ class Transactions:
         dropped: int,
         journal_path: Path | None,
     ) -> int:
-        """Write one batch of the job, whose journal begins with `first`; return the ledger's `journal_seq` after it."""
+        """Write one batch of the job with a journal that begins with `first`; return the ledger's `journal_seq`
+        afterwards."""
         with Session(self._engine) as session, session.begin():
             self._schema = migrate.check_writable(session.connection(), self._name, self._schema)
             job = job_of(session, first)
@@ -66,9 +67,10 @@ class Transactions:
     def write_one_by_one(
         self, first: journal.Record, records: Sequence[journal.Record], applied: int, journal_path: Path | None
     ) -> int:
-        """Write each record by itself, as an event if it fits no table; return the ledger's `journal_seq` after it.
+        """Write each record in its own transaction, and as an event if it fits no table. Return the ledger's
+        `journal_seq` afterwards.
 
-        `applied`: that number if there are no records.
+        `applied`: the value to return if `records` is empty.
         """
         seq = applied
         for record in records:
@@ -86,16 +88,16 @@ class Transactions:
 
 
 def rejects_rows(error: Exception) -> bool:
-    """Decide whether retrying is useless: the database works, but it rejects our rows."""
+    """Decide whether retrying is useless because the database works but rejects the rows."""
     return isinstance(error, IntegrityError | DataError) or not isinstance(error, DBAPIError | OSError | LedgerError)
 
 
 def is_bad_statement(error: Exception) -> bool:
-    """Decide whether SQLite rejects the statement itself, as when a table was replaced by a view."""
+    """Decide whether SQLite rejects the statement itself, for example because a view has replaced a table."""
     return getattr(getattr(error, "orig", None), "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
 
 
 def first_line(error: Exception) -> str:
-    """Return the database's own words about an error, without SQLAlchemy's."""
+    """Return the first line of the database's own message, without SQLAlchemy's additions."""
     words: object = error.orig if isinstance(error, DBAPIError) else error
     return (str(words).strip().splitlines() or [type(error).__name__])[0]

@@ -1,5 +1,5 @@
-"""Steps taken for a node with a verdict: a drain by us (`drain`), a request to the site's hook, or avoidance.
+"""Steps taken for a node with a verdict: a drain through Slurm (`drain`), a request to the site's hook, or avoidance.
 
-`spool` holds requests to the hook, `exclusions` the nodes that a user's own jobs avoid. Other packages decide which
-nodes deserve it.
+`spool` writes requests to the hook, and `exclusions` lists the nodes that a user's own jobs avoid. Other packages
+decide for which nodes these steps are taken.
 """

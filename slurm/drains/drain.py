@@ -1,12 +1,12 @@
-"""The drain ladder: what is done about a node with a verdict, step by step.
+"""The drain ladder: the steps that are taken, one after the other, for a node with a verdict.
 
-    slurm       scontrol drains the node, where we have the right to, and within the site's limit;
-    spool       otherwise a request goes to the site's hook, where the site has one;
-    exclusion   always: our own jobs avoid the node for a while. The only step for a node that must not be drained.
+  slurm       scontrol drains the node, if this user has the right to, and within the site's limit;
+  spool       otherwise a request goes to the site's hook, if the site has one;
+  exclusion   always: the user's own jobs avoid the node for a while. The only step for a node that must not be drained.
 
-Never decides whether a node is bad, nor how many nodes a job may have drained: its callers do
+Never decides whether a node is bad, nor how many nodes a job may have drained: the callers do
 (`resihp.controller.nodes.drains` through `wrapper.slurm_tasks.nodes`, and `resihp node`). Synchronous. A step that
-fails reports that as its outcome, in the terms of `journal.DrainAnswered`; nothing raises.
+fails reports this as its outcome, in the terms of `journal.DrainAnswered`; nothing raises.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from slurm.errors import SlurmError, SlurmOutputError, SlurmRefusedError
 from slurm.rate_limited import Polite
 
 NOT_RESPONDING = "Not responding"
-"""Slurm's own reason for a node that it cannot reach; nobody has set the node aside."""
+"""Slurm's own reason for a node that it cannot reach; with this reason, the node counts as not set aside by any
+person."""
 
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of one step of the ladder. `unknown`: Slurm gave no answer, and the change may have happened."""
+    """Result of one step of the drain ladder. `unknown`: Slurm gave no answer, and the change may have been made."""
 
     step: Literal["slurm", "spool", "exclusion"]
     outcome: Literal["done", "refused", "unknown"]
@@ -56,12 +57,13 @@ def climb(
     measure: Measure = "drain",
     most_drained: int | None = None,
 ) -> Iterator[Step]:
-    """Climb the ladder for `node` of job `job_id`; yield each step after it was tried.
+    """Take the steps of the drain ladder for `node` of job `job_id`, and yield the result of each.
 
-    `allowed_nodes` are the nodes that the job holds or has held; for any other node Slurm is not even asked. The batch
-    host is only kept out of later jobs, since the job ends with it. The caller limits how many nodes one job may have
-    drained; `most_drained` is the site's limit on nodes drained at a time with our reason, whichever of our jobs
-    drained them (jobs that drain in the same second may exceed it).
+    `allowed_nodes`: the nodes that the job holds or has held; for any other node, Slurm is not even called. The batch
+    host is only excluded from later jobs, because the job ends with it. `measure`: `drain`, or `exclude` for a node
+    that must not be drained. `exclude_s`: seconds for which the user's own jobs avoid the node. The caller limits the
+    number of drained nodes for each job; `most_drained` is the site's limit on the nodes that are drained with resihp's
+    reason at the same time, whichever job drained them (jobs that drain in the same second may exceed it).
     """
     if not _NODE.fullmatch(node) or node not in allowed_nodes:
         yield _step("slurm", "refused", f"node {node[:64]!r}: job {job_id} does not hold it and never has")
@@ -87,7 +89,8 @@ def descend(
     user: str,
     uid: int | None = None,
 ) -> Iterator[Step]:
-    """Undo `climb` for this user: only a drain with our reason that they, or the hook for them, have set."""
+    """Undo `climb` for this user, and yield the result of each step. Only a drain with resihp's reason is undone, and
+    only if this user, or the site's hook for this user, has set it."""
     uid = os.getuid() if uid is None else uid
     first, ask = _undrain(slurm, node, user, uid)
     yield first
@@ -103,7 +106,7 @@ def descend(
 
 
 def set_aside(view: NodeView) -> bool:
-    """Decide whether somebody has taken the node out already, or Slurm has for a cause other than silence."""
+    """Decide whether a person has already taken the node out of use, or Slurm has for a cause other than silence."""
     if view.reason == NOT_RESPONDING and not view.flags & {"drain", "fail"}:
         return False
     noted = bool(view.reason) and not view.reason.startswith(PREFIX)
@@ -111,10 +114,11 @@ def set_aside(view: NodeView) -> bool:
 
 
 def _view(slurm: Slurm, node: str) -> NodeView | None:
-    """Return the node's present view: a reason that somebody has set since the last look must not be overwritten.
+    """Return the node's current view, without using a cached answer, so that a reason that was set in the meantime is
+    not overwritten.
 
-    Raises SlurmOutputError if Slurm's answer about it cannot be read: then we cannot know whether somebody set it
-    aside.
+    Raises SlurmOutputError if Slurm's answer about the node cannot be parsed, because then it is unknown whether the
+    node was set aside.
     """
     views = slurm.nodes([node], fresh_s=0.0) if isinstance(slurm, Polite) else slurm.nodes([node])
     view = views.get(node)
@@ -124,7 +128,8 @@ def _view(slurm: Slurm, node: str) -> NodeView | None:
 
 
 def _drain(slurm: Slurm, node: str, reason: str, most: int | None) -> tuple[Step, bool]:
-    """Drain the node; also return whether to ask the hook if this fails. Not when the site's limit is reached."""
+    """Drain the node. Also return whether to send a request to the site's hook if this failed; not if the node needs no
+    drain, or if the site's limit is reached."""
     try:
         view = _view(slurm, node)
         if view is None:
@@ -151,7 +156,7 @@ def _drain(slurm: Slurm, node: str, reason: str, most: int | None) -> tuple[Step
 
 
 def _undrain(slurm: Slurm, node: str, user: str, uid: int) -> tuple[Step, bool]:
-    """Undrain the node; also return whether to ask the hook if this fails."""
+    """Undrain the node. Also return whether to send a request to the site's hook if this failed."""
     ask = False
     try:
         view = _view(slurm, node)
@@ -174,13 +179,13 @@ def _undrain(slurm: Slurm, node: str, user: str, uid: int) -> tuple[Step, bool]:
     try:
         remaining_problem = _remaining_obstacle(_view(slurm, node))
     except SlurmError:
-        remaining_problem = ""  # the node was undrained, whatever else keeps it out
+        remaining_problem = ""  # the node was undrained, even if another cause keeps Slurm from using it
     return _step("slurm", "done", f"node {node}: undrained, it had {view.reason!r}{remaining_problem}"), False
 
 
 def _remaining_obstacle(view: NodeView | None) -> str:
-    """Explain why Slurm starts nothing on a node that is no longer drained, and what remains to be done. Empty if it is
-    usable."""
+    """Return a text that explains why Slurm starts nothing on a node that is not drained, and the remedy. Empty if the
+    node is usable."""
     if view is None or not (view.state in ("down", "error", "unknown") or view.flags & {"not_responding", "fail"}):
         return ""
     state = "+".join([view.state, *sorted(view.flags)])

@@ -1,10 +1,10 @@
-"""Nodes that we keep out of our own allocations: the step of the drain ladder that needs nobody's permission.
+"""Nodes that are excluded from a user's own jobs: the step of the drain ladder that needs no permission.
 
-There is one file per cluster, `<home>/exclusions/<cluster>.json`, since node names repeat between clusters. Each node
-has an expiry time (`EXCLUSION_S`): a broken node is repaired some day, and nobody notifies us. Many jobs of a user
-share the file: it is changed under a lock and replaced as a whole. A file that cannot be read excludes nothing and logs
-a warning; it is kept beside its replacement. Used by `slurm.drains.drain`, by all code that submits jobs, and by
-`resihp node`.
+There is one file for each cluster, `<home>/exclusions/<cluster>.json`, because clusters may have the same node names.
+Each exclusion expires (`EXCLUSION_S`), because resihp is not told when a node has been repaired. The file is shared by
+all jobs of a user: it is changed under a lock and replaced as a whole. A file that cannot be read excludes nothing and
+logs a warning; it is kept beside the file that replaces it. Used by `slurm.drains.drain`, by all code that submits
+jobs, and by `resihp node`.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from slurm.errors import SlurmError
 VERSION = 1
 Measure = Literal["drain", "exclude"]
 EXCLUSION_S = {"hardware": 7 * 86400.0, "died again": 7 * 86400.0, "died": 86400.0, "agent": 3600.0}
-"""Seconds for which a user's own jobs avoid a node, by grounds (`journal.DrainDecided`). Broken hardware needs people
-to repair it. A node that died may die again, most likely on its first day. A node that still answers was short of
-memory, or somebody killed our agent there: an hour gives the other job time to leave."""
+"""Seconds for which a user's own jobs avoid a node, by grounds (`journal.DrainDecided`). Broken hardware has to be
+repaired by people. A node that died may die again, most likely on the first day. A node that still answers was short of
+memory, or its agent was killed: an hour gives another job on it time to leave."""
 LOCK_S = 5.0
-"""Seconds to wait for another process that holds the file's lock; normally it holds it for milliseconds."""
+"""Seconds to wait for another process that has locked the file; usually it does so for milliseconds."""
 
 _log = logging.getLogger(__name__)
 
 
 class ExclusionError(SlurmError):
-    """The list could not be changed; its previous content stands."""
+    """The list could not be changed; its previous content remains."""
 
 
 class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
-    """One excluded node. Times are UTC, seconds since 1970. `job_id` is the job that found it bad; empty if a user
+    """One excluded node. Times are UTC, seconds since 1970. `job_id`: the job that found the node bad; empty if a user
     excluded it.
 
-    `measure` says whether it was to be drained as well. `since` is when it was excluded; 0 if unknown.
+    `measure`: whether the node was to be drained as well. `since`: when the node was excluded; 0 if unknown.
+    `expires_at`: 0 for a revoked exclusion.
     """
 
     node: str
@@ -62,16 +63,18 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def clusters(home: Path) -> tuple[str, ...]:
-    """Return the clusters that have a list here, for when Slurm does not report its cluster's name."""
+    """Return the clusters that have an exclusion list under `home`. Used if Slurm does not report its cluster's
+    name."""
     return tuple(sorted(path.stem for path in (home / "exclusions").glob("[!.]*.json")))
 
 
 def avoided(items: Collection[Exclusion], slurm: Slurm) -> tuple[str, ...]:
-    """Return the names that a submission should exclude. Nodes that Slurm does not know are left out: sbatch refuses
-    them. Raises SlurmError.
+    """Return the names of nodes that a submission should exclude. Nodes that Slurm does not know are omitted, because
+    sbatch refuses them. Raises SlurmError.
 
-    A cloud reuses node names, so a job's finding ends with the instance. An instance that is powered down has a flag,
-    or is not listed at all (22.05). A name whose new instance came up before we looked is still excluded.
+    A cloud reuses node names, so a job's finding about a node is valid only for one instance. An instance that is
+    powered down has a flag, or is not listed at all (22.05). If a new instance is up before this is called, its name is
+    still excluded.
     """
     views = slurm.nodes(sorted({item.node for item in items})) if items else {}
     names = (item.node for item in items if item.node in views and not (item.job_id and views[item.node].instance_gone))
@@ -79,23 +82,23 @@ def avoided(items: Collection[Exclusion], slurm: Slurm) -> tuple[str, ...]:
 
 
 class Exclusions:
-    """The exclusion list of one cluster, under `home` (RESIHP_HOME). Read anew on each use, since other jobs change it
-    too."""
+    """The exclusion list of one cluster, under `home` (RESIHP_HOME). Read anew on each use, because other jobs change
+    it, too."""
 
     def __init__(self, home: Path, cluster: str) -> None:
         self.cluster = cluster
         self.path = home / "exclusions" / f"{re.sub(r'[^A-Za-z0-9._-]|^[.]', '_', cluster) or '_'}.json"
 
     def current(self, now: float) -> tuple[Exclusion, ...]:
-        """Return the exclusions in force at `now`, by node name."""
+        """Return the exclusions that have not expired at time `now`, sorted by node name."""
         return tuple(item for item in self.known() if item.expires_at > now)
 
     def to_avoid(self, slurm: Slurm, now: float) -> tuple[str, ...]:
-        """Return the names to exclude from a submission: see `avoided`. Raises SlurmError."""
+        """Return the names of nodes to exclude from a submission (see `avoided`). Raises SlurmError."""
         return avoided(self.current(now), slurm)
 
     def known(self) -> tuple[Exclusion, ...]:
-        """Return every exclusion ever made, by node name, including expired ones and revoked ones (expiry 0)."""
+        """Return every exclusion on file, sorted by node name, including expired and revoked ones."""
         return tuple(sorted(self._read(), key=lambda item: item.node))
 
     def add(
@@ -108,7 +111,8 @@ class Exclusions:
         measure: Measure = "exclude",
         now: float = 0.0,
     ) -> Exclusion:
-        """Exclude a node; an exclusion that lasts longer keeps its end. Raises ExclusionError."""
+        """Exclude a node until `expires_at`, or until the end of an existing exclusion if that is later. Raises
+        ExclusionError."""
         added = Exclusion(node=node, reason=reason, expires_at=expires_at, job_id=job_id, measure=measure, since=now)
         with self._changing() as items:
             before = items.get(node)
@@ -118,7 +122,8 @@ class Exclusions:
         return added
 
     def remove(self, node: str) -> bool:
-        """Use the node again; return False if it was not excluded. Its entry stays on file. Raises ExclusionError."""
+        """Revoke a node's exclusion; return False if the node was not excluded. The entry stays on file. Raises
+        ExclusionError."""
         with self._changing() as items:
             before = items.get(node)
             if before is None or before.expires_at == 0:
@@ -146,7 +151,7 @@ class Exclusions:
 
     @contextmanager
     def _changing(self) -> Iterator[dict[str, Exclusion]]:
-        """Yield the list by node, to be modified; write it back at the end if it changed."""
+        """Yield the exclusions by node name, to be modified; at the end, write the file if they changed."""
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._locked():
@@ -173,7 +178,7 @@ class Exclusions:
         content = msgspec.json.encode(_File(version=VERSION, cluster=self.cluster, nodes=items))
         temporary = self.path.with_name(f".{self.path.name}.new")  # one writer at a time has the lock
         with suppress(FileNotFoundError):
-            temporary.unlink()  # left by a process that was killed here, or planted to redirect our write
+            temporary.unlink()  # left by a killed process, or planted by another user to redirect the write
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
             file.write(msgspec.json.format(content, indent=2))
@@ -183,7 +188,7 @@ class Exclusions:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the file's lock. Raises OSError if it cannot be acquired in time."""
+        """Lock the file. Raises OSError if another process keeps the lock for too long."""
         lock = self.path.with_name(f".{self.path.name}.lock")
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:

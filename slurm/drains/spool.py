@@ -1,7 +1,9 @@
-"""Drain requests of users who may not drain: one small file per request, in a folder that the site's hook reads.
+"""Drain requests of users without the right to drain: one small file for each request, in a folder that the site's hook
+reads.
 
-A request says what is wanted; the requester is the file's owner, and the hook (`slurm/site/hook.py`) believes nothing
-else. The hook decides whether to grant it; the result shows in Slurm. Used by `slurm.drains.drain`.
+A file states the request. The requesting user is the file's owner; the hook (`slurm/site/hook.py`) believes no other
+statement about the user. The hook decides whether to grant the request; the result shows in Slurm. Used by
+`slurm.drains.drain`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _ASKED_BY = re.compile(r" \(asked by uid (\d+), job \d+\)\Z")
 
 
 class SpoolError(SlurmError):
-    """The request could not be written; nothing of it remains in the spool."""
+    """The request could not be written; no part of it remains in the spool."""
 
 
 class DrainRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,16 +44,17 @@ class DrainRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def folder_of(configured: str) -> Path | None:
-    """Return the site's spool: the configured folder, else the default one if it exists, else None."""
+    """Return the site's spool folder: the configured one, else the default one if it exists, else None."""
     if configured:
         return Path(configured)
     return DEFAULT_FOLDER if DEFAULT_FOLDER.is_dir() else None
 
 
 def put(folder: Path, kind: Literal["drain", "undrain"], node: str, *, job_id: str, reason: str, now: float) -> Path:
-    """Write a request into the spool, whole or not at all, and return its path. Raises SpoolError.
+    """Write a request into the spool, as a whole or not at all, and return its path. Raises SpoolError.
 
-    Needs only the right to write there, not to list the folder: sites may keep users from seeing each other's requests.
+    Requires only the right to write into the folder, not to list it: sites may prevent users from seeing each other's
+    requests.
     """
     request = DrainRequest(
         id=secrets.token_hex(16),
@@ -73,7 +76,7 @@ def put(folder: Path, kind: Literal["drain", "undrain"], node: str, *, job_id: s
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             with os.fdopen(os.open(temporary, flags, 0o644, dir_fd=at), "wb") as file:
-                os.fchmod(file.fileno(), 0o644)  # regardless of our umask: the hook refuses files that others may write
+                os.fchmod(file.fileno(), 0o644)  # whatever the umask: the hook refuses files that others may write
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -88,6 +91,6 @@ def put(folder: Path, kind: Literal["drain", "undrain"], node: str, *, job_id: s
 
 
 def asked_by(reason: str) -> int | None:
-    """Return the user for whom the site's hook drained a node with this reason; None if the hook did not."""
+    """Return the uid of the user for whom the site's hook set this reason; None if the hook did not set it."""
     match = _ASKED_BY.search(reason) if reason.startswith(PREFIX) else None
     return int(match[1]) if match else None

@@ -1,11 +1,12 @@
 #!/usr/bin/python3 -I
-"""The site hook of resihp: run by root, it drains the nodes that users' jobs have found to be bad.
+"""The site hook of resihp: run by root, it drains nodes that users' jobs have found to be bad.
 
-It reads drain requests from the site's spool folder and decides each one by the word of the kernel and of Slurm: the
-requester is the owner of the file, and their nodes are those that Slurm says their jobs hold or have just held. It
-never trusts a request about either, never follows a link, never opens any other file of a user, and never touches a
-node whose reason is not its own. Runs as HealthCheckProgram on each node, or from cron on one host (see README.md
-beside it). One file, standard library only, Python 3.8 or later. Each decision is one line in syslog and on stderr.
+It reads drain requests from the site's spool folder and decides each one by information of the kernel and of Slurm: the
+requester is the owner of the file, and the requester's nodes are those that the user's jobs hold, or have just held,
+according to Slurm. The hook never trusts the request itself about either. It never follows a link, never opens any
+other file of a user, and never changes a node with a reason that is not resihp's. Runs as HealthCheckProgram on each
+node, or from cron on one host (see README.md in this folder). One file, standard library only, Python 3.8 or later.
+Each decision is one line in syslog and on stderr.
 """
 
 from __future__ import annotations
@@ -31,30 +32,34 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
 PREFIX = "resihp: "
-"""Start of every reason that we set: only nodes with such a reason are ever given back."""
+"""Start of every reason that resihp sets. Only nodes with such a reason are undrained."""
 VERSION = 1
 MAX_BYTES = 4096
 MAX_TEXT = 100
 MAX_NAMES = 200_000
-"""Directory entries that one run goes through."""
+"""Limit on the directory entries that one run reads."""
 MAX_FILES = 20_000
-"""Files that one run looks at: of more, a random selection, so that nobody can hide another user's request for long."""
+"""Limit on the files that one run reads. If there are more, a random selection is read, so that no user can hide
+another user's request for long."""
 MAX_READS = 2_000
 PER_USER_RUN = 16
-"""Requests of one user that one run reads; any further ones are removed unread."""
+"""Limit on the requests of one user that one run reads; any further ones are removed unread."""
 REPORTED_PER_USER = 4
-"""Refusals of one user that get a line of their own in one run; the rest are only counted."""
+"""Limit on the refusals of one user that are reported in lines of their own in one run; further ones are only
+counted."""
 REPORTED_PER_RUN = 100
 FOLDERS_REPORTED = 100
 MAX_FOLDERS = 1_000
 SKEW_S = 600.0
-"""Largest difference between the time in a request and that of its file: an old request copied back exceeds it."""
+"""Largest permitted difference between the time stated in a request and the time of its file. A copy of an old request
+exceeds it."""
 STRAY_S = 600.0
 SLURM_TIMEOUT_S = 20.0
 WORK_LIMIT_S = 30.0
-"""Seconds after which no request is begun and nothing more is cleaned up."""
+"""Seconds of one run after which no further request is decided and no further file is removed."""
 ALARM_AFTER_S = 50
-"""slurmd ends a health check after 60 s; even on a hung file system the lock must not be held for longer than this."""
+"""Limit on one run. slurmd ends a health check after 60 s; even on a hung file system the lock must not be held
+longer."""
 SEARCH_PATHS = "/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/sbin:/usr/local/bin:/opt/slurm/bin"
 CONFIG_PATHS = ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf/slurm.conf")
 NO_CONTACT_MESSAGES = ("unable to contact", "timed out", "connection refused", "zero bytes", "endpoint", "no route")
@@ -65,31 +70,32 @@ _TAG = re.compile(r" \(asked by uid (\d+), job \d+\)\Z")
 
 
 class Refused(Exception):
-    """This request will never be carried out; it is removed."""
+    """The request will never be carried out, and is removed."""
 
 
 class Waits(Exception):
-    """This request cannot be carried out now; it stays until it is too old."""
+    """The request cannot be carried out now. It stays in the spool until it is too old."""
 
 
 class Gone(Exception):
-    """The request's owner has withdrawn it."""
+    """The requester has removed the request."""
 
 
 class NoAnswer(Exception):
-    """Slurm does not answer: the outcome is unknown, and everything stays as it is."""
+    """Slurm does not answer: the outcome is unknown, and everything stays unchanged."""
 
 
 class OutOfTime(Exception):
-    """The alarm went off."""
+    """The run has reached its time limit."""
 
 
 class Unsafe(Exception):
-    """Somebody else could tamper with a folder: nothing is done at all."""
+    """Another user could manipulate a folder, so the hook does nothing at all."""
 
 
 class SpoolEntry(NamedTuple):
-    """A name in the spool with its state a moment ago; decisions rely on the open file, read later."""
+    """One file of the spool, with its owner and change time as listed. Decisions use the opened file, which is read
+    later."""
 
     name: str
     uid: int
@@ -97,7 +103,8 @@ class SpoolEntry(NamedTuple):
 
 
 class SpooledRequest(NamedTuple):
-    """A request. `uid` and `arrived_at` come from the kernel (owner and ctime), the other fields from the file."""
+    """A request. `uid` and `arrived_at` come from the kernel (owner and ctime of the file), the other fields from the
+    file's content."""
 
     name: str
     uid: int
@@ -118,7 +125,8 @@ class NodeHolding(NamedTuple):
 
 
 class View(NamedTuple):
-    """A node as Slurm sees it; `reason` is empty if there is none."""
+    """A node as Slurm sees it. `reason` is empty if there is none; `reason_uid`: the user who set it, None if
+    unknown."""
 
     flags: frozenset[str]
     reason: str
@@ -130,13 +138,14 @@ class View(NamedTuple):
 
     @property
     def asked_by(self) -> int | None:
-        """Return the user for whom this hook has drained the node; None if it has not."""
+        """The uid of the user for whom this hook drained the node; None if the hook did not drain it."""
         tag = _TAG.search(self.reason) if self.drained_by_us and self.reason_uid == os.geteuid() else None
         return int(tag[1]) if tag else None
 
     @property
     def drainable(self) -> bool:
-        """Whether nobody has set the node aside or given it a reason. Slurm's own "Not responding" does not count."""
+        """Whether no person has set the node aside or given it a reason. Slurm's own reason "Not responding" does not
+        count."""
         if self.reason == "Not responding" and not self.flags & {"drain", "fail"}:
             return True
         noted = self.reason and not self.reason.startswith(PREFIX)
@@ -169,9 +178,10 @@ def user(uid: int) -> str:
 
 
 def open_folder(path: str) -> int:
-    """Return a descriptor of the folder, reached step by step without following a link. Raises Unsafe.
+    """Return a descriptor of the folder, which is opened step by step, without following links. Raises Unsafe.
 
-    Each folder on the way must belong to root or to us, and nobody else may be able to rename its entries.
+    Each folder on the way must belong to root or to the hook's user, and no other user may be able to rename its
+    entries.
     """
     if not path.startswith("/") or ".." in path.split("/"):
         raise Unsafe(f"{path}: give its path from the root, without ..")
@@ -199,7 +209,8 @@ def open_folder(path: str) -> int:
 
 
 def open_state(path: str) -> int:
-    """Open the folder for this hook's memory, creating it if missing. Raises Unsafe if others can even read it."""
+    """Open the folder of this hook's memory; create it if missing. Raises Unsafe if other users have any access to
+    it."""
     with suppress(FileExistsError):
         os.mkdir(path, 0o700)
     descriptor = open_folder(path)
@@ -214,7 +225,8 @@ def open_state(path: str) -> int:
 
 
 class Spool:
-    """The folder that users drop requests into. Looks only through its descriptor, at regular files in it."""
+    """The folder in which users put requests. Accessed only through its descriptor; only regular files in it are
+    read."""
 
     def __init__(self, path: str, dry: bool) -> None:
         self.path = os.path.normpath(path)
@@ -223,7 +235,8 @@ class Spool:
         self._device = os.fstat(self._folder).st_dev
 
     def names(self) -> list[str]:
-        """Return the names of entries that are not folders; empty folders are removed, others are never opened."""
+        """Return the names of entries that are not folders. Empty folders are removed; other folders are never
+        opened."""
         mounted = self._mounted()
         names: list[str] = []
         folders: list[str] = []
@@ -246,7 +259,8 @@ class Spool:
         return names
 
     def _mounted(self) -> frozenset[str]:
-        """Return names that are mount points: a user's own file system could block us forever."""
+        """Return the names of entries that are mount points. They are skipped, because a user's own file system could
+        block the hook forever."""
         names = []
         with suppress(OSError), open("/proc/self/mountinfo", "rb") as file:
             for line in file:
@@ -257,7 +271,7 @@ class Spool:
         return frozenset(names)
 
     def look(self, names: Sequence[str], now: float) -> tuple[dict[int, list[SpoolEntry]], list[SpoolEntry]]:
-        """Return, by owner, the files that may be requests, oldest first; and the entries to remove unread."""
+        """Return the files that may be requests, by owner and oldest first, and the entries to remove unread."""
         requests: dict[int, list[SpoolEntry]] = {}
         strays: list[SpoolEntry] = []
         for name in names:
@@ -279,9 +293,10 @@ class Spool:
         return requests, strays
 
     def read(self, entry: SpoolEntry, now: float) -> SpooledRequest:
-        """Read a request. Raises Refused, Gone, or Waits for a file from the future, after a clock was set back.
+        """Read a request. Raises Refused, Gone, or, for a file with a time in the future (after a clock was set back),
+        Waits.
 
-        An entry that is not a regular file is not even opened: opening a device or a pipe can have effects.
+        An entry that is not a regular file is not opened, because opening a device or a pipe can have effects.
         """
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         try:
@@ -313,14 +328,14 @@ class Spool:
         return parsed(content, entry.name, status.st_uid, status.st_ctime)
 
     def remove(self, name: str) -> None:
-        """Remove the name, never the target of a link."""
+        """Remove the entry itself, never the target of a link."""
         if not self._dry:
             with suppress(OSError):
                 os.unlink(name, dir_fd=self._folder)
 
 
 def parsed(content: bytes, name: str, uid: int, arrived_at: float) -> SpooledRequest:
-    """Parse a request. Raises Refused."""
+    """Parse a request. Raises Refused if it is invalid."""
     try:
         fields = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError):
@@ -334,7 +349,7 @@ def parsed(content: bytes, name: str, uid: int, arrived_at: float) -> SpooledReq
         raise Refused("names no node")
     if not isinstance(text, str):
         raise Refused("has no reason")
-    # If another user puts somebody's request there again (a link, kept until then), one of these differs.
+    # If another user puts a user's old request there again (by a hard link to it), one of these differs.
     stem = name[: -len(".json")]
     if not _ID.fullmatch(stem) or fields.get("id") != stem:
         raise Refused("its name differs from its id")
@@ -346,7 +361,8 @@ def parsed(content: bytes, name: str, uid: int, arrived_at: float) -> SpooledReq
 
 
 def cleaned(text: str) -> str:
-    """Return the text as it may appear in a reason: ASCII words without characters that a tool takes for syntax."""
+    """Return the text as it may appear in a reason: ASCII words, without characters that have a special meaning in
+    other tools."""
     text = "".join(c if (c.isascii() and c.isalnum()) or c in ".,:+/_%()@#-" else " " for c in text)
     return " ".join(text.split())[:MAX_TEXT].strip() or "no reason given"
 
@@ -355,7 +371,7 @@ def cleaned(text: str) -> str:
 
 
 class SlurmCommands:
-    """The few questions asked of Slurm, with explicit fields, and the two changes requested of it."""
+    """The queries and orders that the hook sends to Slurm, with explicit fields."""
 
     def __init__(self, configuration: str | None) -> None:
         self._paths = f"{os.environ.get('PATH', '')}:{SEARCH_PATHS}".strip(":")
@@ -366,18 +382,21 @@ class SlurmCommands:
             self._environment["SLURM_CONF"] = config_path
 
     def jobs(self, now: float) -> list[NodeHolding]:
-        """Return all holdings of nodes; those of ended jobs are included while Slurm keeps the jobs (MinJobAge)."""
+        """Return the times for which jobs held their nodes; ended jobs are included while Slurm remembers them
+        (MinJobAge)."""
         return holdings(self._ask("squeue", "-a", "-h", "-t", "all", "-o", "%A|%U|%T|%S|%e|%N"), now)
 
     def steps(self, now: float) -> list[NodeHolding]:
-        """Return running steps with the nodes they began on, including nodes that the job has lost or given back since.
+        """Return running job steps with the nodes on which they began, including nodes that the job has lost or given
+        back since.
 
-        The time of that is unknown; the end of these holdings equals their beginning.
+        The time of a loss is unknown; therefore the end of these holdings equals their beginning.
         """
         return holdings(self._ask("squeue", "-a", "-h", "-s", "-o", "%i|%U|STEP|%S|%S|%N"), now)
 
     def views(self, *nodes: str) -> dict[str, View]:
-        """Return these nodes, or all; an unreadable record is left out."""
+        """Return the views of these nodes, or of all nodes if none is given. Records that cannot be parsed are
+        omitted."""
         only = ("-n", ",".join(nodes)) if nodes else ()
         # Terminated by control characters: a reason may contain bars and line breaks.
         fields = "nodelist:\x1f,statecomplete:\x1f,userlong:\x1f,reason:\x1e"
@@ -395,7 +414,7 @@ class SlurmCommands:
         return views
 
     def idle_since(self, node: str) -> float | None:
-        """Return when a job last held the node; None if unknown."""
+        """Return the time when a job last held the node; None if unknown."""
         match = re.search(r" LastBusyTime=(\d+) ", self._ask("scontrol", "-o", "show", "node", node))
         return float(match[1]) if match else None
 
@@ -405,7 +424,7 @@ class SlurmCommands:
     def undrain(self, node: str) -> None:
         """Undrain a node. UNDRAIN leaves a node that is down as it is; RESUME would not.
 
-        24.11.5 without accounting would keep our reason; "none" is Slurm's own word for a missing reason.
+        24.11.5 without accounting would keep resihp's reason; "none" is Slurm's own word for a missing reason.
         """
         self._tell("scontrol", "update", f"NodeName={node}", "State=UNDRAIN", "Reason=none")
 
@@ -447,7 +466,7 @@ def _words(stderr: bytes) -> str:
 
 
 def holdings(output: str, now: float) -> list[NodeHolding]:
-    """Read `id|uid|state|begin|end|nodes` lines. An unreadable line proves nothing and is left out."""
+    """Parse lines `id|uid|state|begin|end|nodes`. A line that cannot be parsed is no evidence, and is skipped."""
     results = []
     for line in output.splitlines():
         parts = line.split("|")
@@ -465,7 +484,7 @@ def holdings(output: str, now: float) -> list[NodeHolding]:
 
 
 def expanded(nodes: str, most: int = 100_000) -> Iterator[str]:
-    """Yield the names in a node list such as `n[1-3,07],login`; blanks after commas are ignored. Raises ValueError."""
+    """Yield the names in a node list such as `n[1-3,07],login`. Blanks after commas are ignored. Raises ValueError."""
     nodes = re.sub(r"\s*([,\[\]])\s*", r"\1", nodes.strip())
     for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodes):
         parts = re.split(r"\[([^\[\]]*)\]", item)
@@ -487,9 +506,10 @@ def expanded(nodes: str, most: int = 100_000) -> Iterator[str]:
 
 
 class Memory:
-    """Memory between runs: actions of the last hour, holdings of nodes, and requests reported as waiting.
+    """State that is kept between runs: actions of the last hour, holdings of nodes, and requests that were reported as
+    waiting.
 
-    Kept in a folder that only root can read, and written before anything is done, so that an action always counts.
+    Stored in a folder that only root can read. Written before an action, so that the action always counts.
     """
 
     def __init__(self, folder: int, now: float, *, keep_s: float, dry: bool) -> None:
@@ -502,8 +522,8 @@ class Memory:
         self.waiting: dict[str, str] = {}
 
     def load(self) -> None:
-        """Load the memory. Times in the future, after a clock was set back, count as now. Raises Unsafe once for a
-        broken file."""
+        """Load the state of the last run. Times in the future, after a clock was set back, become the current time. A
+        broken file is renamed, and raises Unsafe once."""
         try:
             descriptor = os.open("memory.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._folder)
         except FileNotFoundError:
@@ -524,7 +544,7 @@ class Memory:
         self.acted = [item for item in self.acted if item[0] > self._now - 3600]
 
     def remember(self, holdings: Iterable[NodeHolding]) -> None:
-        """Keep the latest holding of each user on each node, as long as a request may refer to it."""
+        """Add holdings. Of each user on each node, the latest holding is kept, as long as a request may refer to it."""
         latest: dict[tuple[int, str], NodeHolding] = {}
         for item in (*self.held, *holdings):
             before = latest.get((item.uid, item.node))
@@ -548,7 +568,7 @@ class Memory:
 
 
 class SiteHook:
-    """One run: decides the requests in the spool one by one, the users taking turns."""
+    """One run of the hook: decides the requests in the spool one by one; the users take turns."""
 
     def __init__(
         self, options: argparse.Namespace, spool: Spool, slurm: SlurmCommands, memory: Memory, now: float
@@ -564,14 +584,15 @@ class SiteHook:
         self._steps: list[NodeHolding] = []
         self._views: dict[str, View] | None = None
         self._drained: list[int | None] = []
-        """Users for whom the nodes with our reason are drained; None for a node that the hook did not drain."""
+        """One entry for each node that is drained with resihp's reason: the user for whom the hook drained it; None if
+        the hook did not drain it."""
 
     def run(self, names: Sequence[str]) -> None:
         if self._options.remember:
             self._ask_jobs()
         requests, strays = self._spool.look(names, self._now)
         if self._options.all and requests:
-            # One host asks Slurm before it reads: files of users who hold nothing, however many, cost next to nothing.
+            # Slurm is queried before files are read, so that files of users without nodes cost almost nothing.
             known_users = self._known_users()
             for uid in [uid for uid in requests if uid not in known_users]:
                 strays += requests.pop(uid)
@@ -593,7 +614,8 @@ class SiteHook:
         self._memory.remember(self._jobs)
 
     def _known_users(self) -> set[int]:
-        """Return the users who may ask for something: they hold or held a node, or had one drained. Asks Slurm once."""
+        """Return the users who may make requests: those who hold or held a node, or for whom a node is drained. Queries
+        Slurm once per run."""
         if self._views is None:
             if not self._jobs:
                 self._ask_jobs()
@@ -604,7 +626,8 @@ class SiteHook:
         return users.union(uid for uid in self._drained if uid is not None)
 
     def _turns(self, entries: dict[int, list[SpoolEntry]]) -> list[SpooledRequest]:
-        """Return the requests for our nodes, one per user and round: nobody waits for another user's many requests."""
+        """Return the requests for this host's nodes, in rounds of one request per user, so that no user waits behind
+        another user's many requests."""
         owners = list(entries)
         random.SystemRandom().shuffle(owners)
         queues: list[list[SpooledRequest]] = []
@@ -677,12 +700,13 @@ class SiteHook:
             raise Refused(f"was not drained by this hook for them; it has {view.reason!r}")
         self._count(request)
         self._tell(lambda: self._slurm.undrain(node))
-        with suppress(ValueError):  # drained by another host's hook since we looked
+        with suppress(ValueError):  # drained by another host's hook in the meantime
             self._drained.remove(request.uid)
         return f"undrained node {node}, which had: {view.reason}"
 
     def _find_holding(self, request: SpooledRequest) -> NodeHolding:
-        """Return the user's holding of the node that was current or just over when the request came. Raises Refused."""
+        """Return the requester's holding of the node that was current, or recently over, when the request arrived.
+        Raises Refused if there is none."""
         proofs = [item for item in (*self._jobs, *self._memory.held) if self._matches_request(item, request)]
         if not proofs:
             steps = [item for item in self._steps if (item.uid, item.node) == (request.uid, request.node)]
@@ -698,15 +722,16 @@ class SiteHook:
         return item.begin <= request.arrived_at + SKEW_S and item.end >= request.arrived_at - self._options.window_s
 
     def _departed(self, step: NodeHolding) -> NodeHolding:
-        """Return the step with its end: the job left this node at the latest when another one came, or when the node
-        was last busy."""
+        """Return the holding of a job step with its latest possible end: when another job came to the node, or when the
+        node was last busy."""
         others = (item for item in (*self._jobs, *self._memory.held) if item.node == step.node)
         after = [item.begin for item in others if item.begin > step.begin]
         idle = min(after) if after else self._slurm.idle_since(step.node)
         return step if idle is None else step._replace(end=max(step.begin, min(idle, self._now)))
 
     def _is_shared(self, holding: NodeHolding) -> bool:
-        """Decide whether another user's job was on the node at the same time: then one user alone must not drain it."""
+        """Decide whether another user's job was on the node at the same time: then one user alone must not have it
+        drained."""
         holdings_on_node = (item for item in (*self._jobs, *self._memory.held) if item.node == holding.node)
         return any(
             item.uid != holding.uid and item.begin < holding.end and holding.begin < item.end
@@ -714,14 +739,15 @@ class SiteHook:
         )
 
     def _view(self, node: str) -> View:
-        """Return the node's present view: nothing read earlier in this run may decide."""
+        """Return the node's current view; no earlier answer of this run is used. Raises Refused if Slurm does not know
+        the node."""
         view = self._slurm.views(node).get(node)
         if view is None:
             raise Refused("Slurm does not know it")
         return view
 
     def _count(self, request: SpooledRequest) -> None:
-        """Count the action before it is done. Raises Refused or Waits if this hour's limit is reached."""
+        """Count an action before it is done. Raises Refused or Waits if the limit of the last hour is reached."""
         if sum(uid == request.uid for _, uid in self._memory.acted) >= self._options.user_rate:
             raise Refused(f"{self._options.user_rate} of this user's requests were carried out within the hour")
         if len(self._memory.acted) >= self._options.rate:
@@ -740,7 +766,7 @@ class SiteHook:
         self._spool.remove(name)
 
     def _clean(self, strays: Sequence[SpoolEntry]) -> None:
-        """Remove the entries that were not read; report how many there were, and of which users."""
+        """Remove the entries that were not read, and report their number and their owners."""
         counts = {uid: count - REPORTED_PER_USER for uid, count in self._refusals.items() if count > REPORTED_PER_USER}
         for entry in strays:
             if time.monotonic() > self._until:
@@ -792,7 +818,8 @@ def alarm(_number: int, _frame: Any) -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run once. Always returns 0: a health check must not fail because of us. Problems are in the log."""
+    """Run the hook once. Always returns 0, because a health check must not fail because of the hook; problems are
+    logged."""
     global _mark
     options = parse(argv)
     _mark = "dry run: " if options.dry_run else ""

@@ -1,6 +1,6 @@
-"""The agent: one process a node, which starts workers, passes messages on, and reports exits at once.
+"""The agent: one process on each node, which starts workers, forwards messages, and reports exits at once.
 
-It follows the present leader (`supervisor_link`) and holds a copy of the journal (`journal_copy`); if no supervisor
-leads any more, it helps to elect and start a successor (`election`, `peers`, `successor`). Decides nothing about
-training. Started by `wrapper.launch`; other packages use only `process`.
+It follows the current leader (`supervisor_link`) and keeps a copy of the journal (`journal_copy`). If no supervisor
+leads any more, it takes part in the election and the start of a successor (`election`, `peers`, `successor`). Decides
+nothing about training. Started by `wrapper.launch`; other packages use only `process`.
 """

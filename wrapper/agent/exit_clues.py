@@ -1,7 +1,7 @@
-"""Clues to why a process ended: the tail of its log, and recent messages of its node's kernel.
+"""Clues to the cause of a process's exit: the tail of its log, and recent kernel messages of its node.
 
 The agent reads both on the node and reduces them to clues (`resihp.detector.diagnosis.clues`), which are sent with the
-report of the exit. Nothing here interprets them.
+report of the exit. This module does not interpret the clues.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from resihp.protocol.messages import MAX_LINES_AFTER, Clue
 LOG_BYTES = 64 << 10
 KERNEL_BYTES = 64 << 10
 KERNEL_S = 900.0
-"""Oldest kernel messages that count."""
+"""Greatest age of kernel messages that are read."""
 SILENT_BEFORE_END_S = 60.0
-"""If a process wrote nothing for this long before its end, its last lines did not announce the end."""
+"""If a process wrote nothing for this long before its end, its last log lines are not taken as signs of its end."""
 
 
 class KernelClues:
-    """Recent messages of this node's kernel. Processes that end together share one reading; a process that ends during
-    a reading gets the next one, as the kernel may have reported its end meanwhile. Used by several threads."""
+    """Recent messages of this node's kernel. Processes that end together share one reading. A process that ends during
+    a reading gets the next reading, because the kernel may have reported its end in the meantime. May be used by
+    several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,7 +38,8 @@ class KernelClues:
         self._clues: tuple[Clue, ...] = ()
 
     def since(self, ended_at: float) -> tuple[Clue, ...]:
-        """Return clues that were read after this time (`time.monotonic`)."""
+        """Return clues from a reading that began after `ended_at` (a time of `time.monotonic`); read again if the last
+        reading is older."""
         with self._lock:
             if self._begun_at < ended_at:
                 self._begun_at = time.monotonic()
@@ -47,17 +49,18 @@ class KernelClues:
 
 
 def last_words(log: Path, kernel: KernelClues | None = None, ended_at: float | None = None) -> tuple[Clue, ...]:
-    """Return clues from a log's tail and from recent kernel messages. May block on a file system, so not for an event
-    loop.
+    """Return clues from a log's tail and from recent kernel messages. May block on a file system, so do not call it in
+    an event loop.
 
-    `ended_at`: when the process was seen to have ended (`time.monotonic`); None for now.
+    `ended_at`: time at which the process was seen to have ended (`time.monotonic`); None for now.
     """
     kernel_clues = (kernel or KernelClues()).since(time.monotonic() if ended_at is None else ended_at)
     return (*_of_log(log), *kernel_clues)
 
 
 def _of_log(log: Path) -> tuple[Clue, ...]:
-    """Return clues from a log's tail. For a process that was silent before its end, logged lines count as long past."""
+    """Return clues from a log's tail. If the process wrote nothing for a while before its end, its log lines count as
+    long past."""
     clues = read_log(_tail(log), _clock(), kernel_lines=False)
     with suppress(OSError):
         if time.time() - log.stat().st_mtime > SILENT_BEFORE_END_S:
@@ -68,8 +71,9 @@ def _of_log(log: Path) -> tuple[Clue, ...]:
 
 
 async def last_words_within(limit_s: float, log: Path, kernel: KernelClues) -> tuple[Clue, ...]:
-    """Do the same for an event loop; return nothing if it takes longer than `limit_s`. Then the thread is abandoned, as
-    a daemon: a file system that hangs must not keep this process from ending."""
+    """Return the clues of `last_words` without blocking the event loop; none if reading takes longer than `limit_s`.
+    The reading thread is then abandoned; it is a daemon, so that a hung file system cannot keep this process from
+    exiting."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[tuple[Clue, ...]] = loop.create_future()
     ended_at = time.monotonic()
@@ -110,7 +114,7 @@ def _tail(log: Path) -> str:
 
 
 def _kernel(uptime_s: float) -> str:
-    """Return the newest kernel messages as dmesg prints them; nothing without the permission."""
+    """Return the newest kernel messages in the format of dmesg; empty without permission to read them."""
     try:
         handle = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

@@ -1,8 +1,9 @@
-"""How long a worker has been idle: no processor time, no wait for a disk, no output, of it or its child processes.
+"""Measures how long a worker has been idle: no processor time, no wait for a disk, and no output of the worker or its
+child processes.
 
-Checked every few seconds, and only for workers whose script has not declared a model: for the others, heartbeats show
-progress. A process that sleeps in a lock, or waits for a peer, is idle. Threads that wake regularly to look for work
-use too little to count. Owned by `wrapper.agent.workers`.
+Checked every few seconds, and only for workers whose script has not declared a model, because heartbeats show the
+progress of the other workers. A process that sleeps in a lock, or waits for a peer, is idle. Threads that wake
+regularly to look for work use too little processor time to count. Owned by `wrapper.agent.workers`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from dataclasses import dataclass
 from resihp.process import Work, work_of
 
 LOOK_EVERY_S = 10.0
-"""Time between two looks at a worker."""
+"""Time between two measurements of a worker."""
 BUSY_SHARE = 0.005
-"""Share of one processor from which on a worker counts as busy."""
+"""Share of one processor's time from which on a worker counts as busy."""
 BUSY_BYTES_PER_S = 4096.0
-"""Bytes read and written per second that count as busy; any byte that the worker itself writes does."""
+"""Bytes read and written per second from which on a worker counts as busy. Bytes that the worker itself writes always
+count."""
 
 
 @dataclass
@@ -28,13 +30,14 @@ class _Worker:
 
 
 class Idleness:
-    """Knows when each worker was last busy. One for each agent; nothing here waits."""
+    """Knows when each worker of one agent was last busy. Nothing here waits."""
 
     def __init__(self) -> None:
         self._workers: dict[int, _Worker] = {}
 
     def idle_s(self, pid: int, now: float | None = None) -> float:
-        """Return for how long a process and its children have been idle; looks anew if the last look is old."""
+        """Return for how many seconds a process and its children have been idle; measure again if the last measurement
+        is old."""
         now = time.monotonic() if now is None else now
         worker = self._workers.get(pid)
         if worker is None:
@@ -53,7 +56,8 @@ class Idleness:
 
 
 def _is_active(before: Work, after: Work, passed_s: float) -> bool:
-    """Return whether the work between two looks counts as busy; so does any change in the tree of processes."""
+    """Return whether the work between two measurements counts as busy. A change in the tree of processes counts,
+    too."""
     used_s = after.processor_s - before.processor_s
     moved = after.bytes_moved - before.bytes_moved
     return (

@@ -1,7 +1,7 @@
-"""A node's hardware and system software, read from plain files: no program is run, and the driver only through its
-files.
+"""A node's hardware and system software, read from plain files. No program is run, and GPUs are described by their
+driver's files.
 
-Unreadable values are empty; nothing here raises. Read once, by `wrapper.agent.process` when it joins.
+Unreadable values are empty; nothing here raises. Read once, by `wrapper.agent.process` when it starts.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from pathlib import Path
 from resihp.protocol.inventory import MAX_ADAPTERS, MAX_DEVICES, MAX_TEXT_CHARS, DeviceInventory, NodeInventory
 
 MAX_FILE_BYTES = 1 << 16
-"""Most bytes that are read of a file."""
+"""Limit on the bytes that are read from a file."""
 NO_SERIAL = frozenset(
     {"", "0", "0123456789", "none", "n/a", "not specified", "not applicable", "default string", "system serial number"}
     | {"to be filled by o.e.m.", "unknown", "invalid"}
 )
-"""Placeholders of manufacturers in a machine's serial number."""
+"""Placeholders that manufacturers write in place of a machine's serial number."""
 _DRIVER = re.compile(r"Kernel Module.*?\s(\d+\.\d[\d.]*)(?:\s|$)")
 _ASSIGNED = re.compile(r"""\s*(\w+)=(["']?)(.*)\2\s*$""")
 
 
 @dataclass(frozen=True)
 class _Gpu:
-    """One GPU of the machine, according to its driver. `minor`: N of /dev/nvidiaN."""
+    """One GPU of the machine, according to its driver. `minor`: the N of its device file /dev/nvidiaN; None if
+    unknown."""
 
     name: str
     uuid: str
@@ -38,7 +39,8 @@ class _Gpu:
 
 
 def read(devices: int, environment: Mapping[str, str], root: Path = Path("/")) -> NodeInventory:
-    """Return the inventory of a node with so many devices for ranks; `environment`: of its workers."""
+    """Return the inventory of a node with `devices` devices for ranks. `environment`: the environment of its
+    workers."""
     gpus = [*_gpus(root)]
     serial = _line(root / "sys/class/dmi/id/product_serial")
     driver = _DRIVER.search(_text(root / "proc/driver/nvidia/version"))
@@ -68,7 +70,7 @@ def _firmware(adapters: Path) -> Iterable[tuple[str, str]]:
 
 
 def _gpus(root: Path) -> Iterable[_Gpu]:
-    """Yield the GPUs that a process can open, in order of their addresses."""
+    """Yield the GPUs that a process can open, in order of their PCI addresses."""
     for folder in _folder(root / "proc/driver/nvidia/gpus"):
         lines = [line.partition(":") for line in _text(folder / "information").splitlines()]
         values = {name.strip(): _unless_unknown(value) for name, _, value in lines}
@@ -86,12 +88,14 @@ def _gpus(root: Path) -> Iterable[_Gpu]:
 
 
 def _unless_unknown(value: str) -> str:
-    """Return a value, empty if unknown: the driver shows question marks for a GPU that was never used."""
+    """Return a value of the driver's file, or an empty text if it has question marks, as for a GPU that was never
+    used."""
     return "" if "??" in value else _word(value)
 
 
 def _of_ranks(gpus: Sequence[_Gpu], devices: int, environment: Mapping[str, str]) -> Iterable[DeviceInventory]:
-    """Yield the device behind each device number, as CUDA will count in a worker; if unknown, at most its model."""
+    """Yield the device of each device number, as CUDA counts in a worker. If the order of the GPUs is unknown, yield at
+    most their model."""
     visible = _visible(gpus, environment)
     if environment.get("RESIHP_SHARE_GPUS") == "1" and visible:
         visible = [visible[device % len(visible)] for device in range(devices)]
@@ -105,12 +109,12 @@ def _of_ranks(gpus: Sequence[_Gpu], devices: int, environment: Mapping[str, str]
 
 
 def _visible(gpus: Sequence[_Gpu], environment: Mapping[str, str]) -> list[_Gpu]:
-    """Return GPUs in CUDA's order; empty if that is unknown.
+    """Return the GPUs in CUDA's order; empty if the order is unknown.
 
-    GPUs of one model are in order of their addresses, of several with the fastest first, unless the environment says
-    otherwise. Slurm reports the GPUs of a step by their numbers in the machine (SLURM_STEP_GPUS). CUDA_VISIBLE_DEVICES
-    counts within these if the step cannot access other devices, else in the machine; if both are possible, the order is
-    unknown.
+    GPUs of one model are in order of their PCI addresses. With several models the fastest is first, unless the
+    environment says otherwise. Slurm reports the GPUs of a job step by their numbers in the machine (SLURM_STEP_GPUS).
+    CUDA_VISIBLE_DEVICES counts within the step's GPUs if the step cannot access other GPUs, else within all GPUs of the
+    machine; if both are possible and differ, the order is unknown.
     """
     if len({gpu.name for gpu in gpus}) > 1 and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         return []
@@ -128,8 +132,8 @@ def _visible(gpus: Sequence[_Gpu], environment: Mapping[str, str]) -> list[_Gpu]
 
 
 def _of_step(gpus: Sequence[_Gpu], step: str) -> list[_Gpu]:
-    """Return the GPUs of a step of Slurm; empty if its numbers may be those of device files or of addresses, which
-    depends on the site."""
+    """Return the GPUs of a Slurm step; empty if it is unclear, as it depends on the site, whether the step numbers its
+    GPUs by device file or by PCI address."""
     numbers = [_index(text) for text in step.split(",")]
     given = sorted(number for number in numbers if number is not None and number < len(gpus))
     if len(given) < len(numbers) or any(gpus[number].minor != number for number in given):
@@ -138,8 +142,8 @@ def _of_step(gpus: Sequence[_Gpu], step: str) -> list[_Gpu]:
 
 
 def _chosen(gpus: Sequence[_Gpu], requested: str) -> list[_Gpu]:
-    """Return the GPUs of CUDA_VISIBLE_DEVICES (numbers, or beginnings of UUIDs); the first unknown item ends the
-    list."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects by numbers or by beginnings of UUIDs. The first unknown item
+    ends the list."""
     chosen: list[_Gpu] = []
     for item in requested.split(","):
         number, word = _index(item), item.strip()
@@ -182,6 +186,6 @@ def _line(path: Path) -> str:
 
 
 def _word(text: str) -> str:
-    """Return a text on one line, without unprintable characters, and cut to the allowed length."""
+    """Return `text` on one line, without unprintable characters, and cut to the permitted length."""
     printable = "".join(letter if letter.isprintable() else " " for letter in text[: 8 * MAX_TEXT_CHARS])
     return " ".join(printable.split())[:MAX_TEXT_CHARS]

@@ -1,11 +1,10 @@
-"""Logs on local disk, copied to the job's folder: a shared file system that hangs must not stop the processes that
-write them.
+"""Copies logs from local disk to the job's folder, so that a hung shared file system does not stop the processes that
+write the logs.
 
-The output of a node's processes goes to files on the node's own disk. A thread appends new output to the file of the
-same name in the job's folder, once a second, and frees the local blocks that it has copied. If the folder hangs, only
-this thread hangs with it: another thread makes sure that uncopied output does not fill the node's disk, which also
-holds the job's journal. It cuts the middle of the output, and the copy has a notice in its place. Owned by
-`wrapper.agent.process`.
+The output of a node's processes goes to files on the node's own disk. Once a second, a thread appends new output to the
+file of the same name in the job's folder, and frees the local blocks that it has copied. If the folder hangs, only this
+thread hangs. Another thread keeps uncopied output from filling the node's disk, which also holds the job's journal: it
+cuts the middle out of the output, and the copy contains a notice in its place. Owned by `wrapper.agent.process`.
 """
 
 from __future__ import annotations
@@ -20,30 +19,32 @@ from pathlib import Path
 
 COPY_EVERY_S = 1.0
 CLOSE_TIMEOUT_S = 2.0
-"""How long an agent that ends waits for the last copy."""
+"""How long an agent that exits waits for the last copy."""
 CHUNK_BYTES = 1 << 20
 FREE_BYTES = 16 << 20
 MAX_UNCOPIED_BYTES = 256 << 20
-"""Most uncopied bytes of one file. Beyond that, all but the last half of them is cut."""
+"""Limit on the uncopied bytes of one file. If a file exceeds it, the uncopied bytes except for the last half of this
+limit are cut."""
 LOOK_EVERY_S = 1.0
 _KEEP_SIZE_AND_PUNCH_HOLE = 0x01 | 0x02
 
 
 class LogMirror:
-    """Copies the files of one node, `<node>.*`, from one folder to another. Removes files that an earlier agent has
-    left."""
+    """Copies the files of one node, `<node>.*`, from one folder to another. At its start it removes local files that an
+    earlier agent left."""
 
     def __init__(self, node: str, local_folder: Path, target_folder: Path) -> None:
-        """`local_folder` is made if it does not exist. Raises OSError."""
+        """`local_folder` is created if it does not exist. Raises OSError if it cannot be created or used."""
         self._pattern = f"{node}.*"
         self._local_folder = local_folder
         self._target_folder = target_folder
         self._copied: dict[str, int] = {}
         self._freed: dict[str, int] = {}
         self._cut: dict[str, tuple[int, int]] = {}
-        """By file, the range of bytes that was cut, and is skipped by the copy."""
+        """Range of bytes that was cut from each file, and that the copy skips."""
         self._reading = threading.Lock()
-        """Held while a file is read, so that nothing is cut meanwhile. Only local disk is accessed while it is held."""
+        """Held while a file is read, so that nothing is cut meanwhile. Only local disk is accessed while the lock is
+        held."""
         self._ending = threading.Event()
         local_folder.mkdir(mode=0o700, exist_ok=True)
         for leftover in local_folder.glob(self._pattern):
@@ -53,7 +54,7 @@ class LogMirror:
         threading.Thread(target=self._limit, name="resihp-log-limit", daemon=True).start()
 
     def close(self) -> None:
-        """Copy the rest, or give up if the folder hangs."""
+        """Copy the remaining output, or give up after a time limit if the folder hangs."""
         self._ending.set()
         self._thread.join(CLOSE_TIMEOUT_S)
 
@@ -94,8 +95,7 @@ class LogMirror:
                 self._freed[path.name] = done
 
     def _next(self, name: str, source: RawIOBase, done: int) -> tuple[bytes, int]:
-        """Return the bytes that follow the first `done` bytes, or a notice in their place, and the new position of the
-        copy."""
+        """Return the next bytes to copy, and the position after them. Where bytes were cut, return a notice instead."""
         start, end = self._cut.get(name, (0, 0))
         if start <= done < end:
             notice = (
@@ -127,13 +127,14 @@ class LogMirror:
 
 
 def _free(descriptor: int, size: int, start: int = 0) -> bool:
-    """Give a part of the file back to the disk; it then reads as zeros. Return False if that is not possible."""
+    """Free the blocks of a part of the file, which then reads as zeros. Return False if the file system does not
+    support this."""
     allocate = ctypes.CDLL(None, use_errno=True).fallocate
     return bool(allocate(descriptor, _KEEP_SIZE_AND_PUNCH_HOLE, ctypes.c_int64(start), ctypes.c_int64(size)) == 0)
 
 
 def print_to(path: Path) -> None:
-    """Redirect the output of this process to a file. Raises OSError."""
+    """Redirect this process's output to a file. Raises OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     sys.stdout.flush()
     sys.stderr.flush()

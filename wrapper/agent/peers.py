@@ -1,9 +1,10 @@
-"""An agent among its peers: it answers candidates, stands as a candidate when it is time, and starts a successor.
+"""An agent among its peers: answers candidates, becomes a candidate when its turn comes, and starts a successor if
+elected.
 
-The rules are in `wrapper.agent.succession.election`. Agents ask each other over authenticated connections of one
-question and one answer each. A supervisor that a quorum would follow is started here as a child
-(`wrapper.agent.succession.successor`), on a socket bound to this node's own address; its address is sent to all peers
-until they have noted it. Owned by `wrapper.agent.process`.
+The rules are in `wrapper.agent.succession.election`. Agents ask each other over authenticated connections, with one
+question and one answer for each connection. An elected agent starts a supervisor as its child process
+(`wrapper.agent.succession.successor`), on a socket bound to this node's own address, and repeats the address to all
+peers until each has acknowledged it. Owned by `wrapper.agent.process`.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from wrapper.launch.ports import Ports, listen
 
 LOOK_EVERY_S = 0.1
 MAX_CONCURRENT_QUESTIONS = 256
-"""Most peers that are asked at once; fewer if a quarter of the file descriptors is less."""
+"""Limit on the peers that are asked at once. A quarter of the permitted file descriptors is a further limit."""
 
 
 MAX_LISTED = 16
 
 
 class Peers:
-    """One agent's view of the others. `run` elects and starts a successor when that is due."""
+    """One agent's view of the other agents. `run` elects and starts a successor when there is no leader."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class Peers:
         ports: Ports | None = None,
         incarnation: str = "",
     ) -> None:
-        """`ports`: the range to listen in (`wrapper.launch.ports`). `incarnation`: as in `messages.Join`."""
+        """`ports`: the range of ports to listen in (`wrapper.launch.ports`). `incarnation`: as in `messages.Join`."""
         self._node = node
         self._ports = ports
         self._run_file = run_file
@@ -59,13 +60,13 @@ class Peers:
         self._port = 0
         self._retired = False
         self._may_lead = True
-        """False once a supervisor could not start here: the agents are to elect another node."""
+        """False once a supervisor could not start on this node: the agents then have to elect another node."""
         self._asking = asyncio.Semaphore(min(MAX_CONCURRENT_QUESTIONS, most_open_files() // 4))
         self.successor: Successor | None = None
-        """The supervisor that runs on this node as our child."""
+        """The supervisor that runs on this node as a child process of this agent; None if there is none."""
 
     async def listen(self, host: str) -> int:
-        """Listen for peers on this address of the node, if not done yet; return the port."""
+        """Listen for peers on this address of the node, if not listening yet; return the port."""
         if self._server is None:
             listener = listen(host, self._ports)
             self._host, self._port = host, listener.getsockname()[1]
@@ -73,13 +74,14 @@ class Peers:
         return self._port
 
     def roster(self, news: m.Roster) -> None:
-        """Update the list of agents, which is kept in the same order on all nodes."""
+        """Update the list of agents. It has the same order on all nodes."""
         peers = {} if news.whole else {peer.node: peer for peer in self._roster if peer.node not in news.left}
         peers |= {peer.node: peer for peer in news.peers}
         self._roster = tuple(sorted(peers.values(), key=lambda peer: (len(peer.node), peer.node)))
 
     async def run(self) -> None:
-        """Stand as a candidate whenever it is time; after `retire`, return once no successor runs here."""
+        """Become a candidate whenever it is this agent's turn. After `retire`, return once no successor runs on this
+        node."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             if self._retired:
@@ -95,14 +97,14 @@ class Peers:
         self._retired = True
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stop answering peers."""
         if self._server is not None:
             self._server.close()
 
     # --- as a candidate ---------------------------------------------------------------------------------------
 
     async def _stand(self, term: int) -> bool:
-        """Ask the others, many at once, until a quorum would follow; return whether it would."""
+        """Ask the other agents for their votes, many at once, until a quorum agrees. Return whether a quorum agrees."""
         question = m.AskVote(node=self._node, term=term, log=self._replica.log)
         answers: asyncio.Queue[m.PeerMessage | None] = asyncio.Queue()
 
@@ -136,7 +138,7 @@ class Peers:
         return chosen
 
     async def _succeed(self, term: int) -> None:
-        """Start a supervisor, send its address to all peers, and watch it until it ends."""
+        """Start a supervisor, send its address to all peers, and watch it until it exits."""
         try:
             listener = listen(self._host, self._ports)
         except UsageError as error:
@@ -155,7 +157,8 @@ class Peers:
                 self.successor = None
 
     async def _announce(self, peers: list[m.Peer], term: int, host: str, port: int) -> None:
-        """Repeat the announcement to peers that do not answer: they may return later, and could not find the leader."""
+        """Announce a new supervisor, and repeat the announcement to peers that do not answer: they may reconnect later,
+        and could not find the leader otherwise."""
         announcement = m.Successor(node=self._node, term=term, host=host, port=port)
         while peers:
             answers = await asyncio.gather(*(self._ask(peer, announcement) for peer in peers))
@@ -166,7 +169,7 @@ class Peers:
         return [peer for peer in self._roster if peer.node != self._node]
 
     async def _ask(self, peer: m.Peer, question: m.AskVote | m.Successor) -> m.PeerMessage | None:
-        """Return the answer; None if there is none in time."""
+        """Return the peer's answer; None if none arrives in time."""
         async with self._asking:
             channel: SecureChannel[m.PeerMessage] | None = None
             try:
@@ -211,7 +214,7 @@ class Peers:
 
 
 def _some(texts: list[str], between: str) -> str:
-    """Join all texts of a small job, the first ones of a large job."""
+    """Join all texts of a small job, or the first texts of a large job and the number of the others."""
     more = [f"{len(texts) - MAX_LISTED} more"] if len(texts) > MAX_LISTED else []
     return between.join([*texts[:MAX_LISTED], *more])
 

@@ -1,11 +1,12 @@
-"""The agent: one process a node. Starts workers, passes messages on, reports exits at once.
+"""The agent: one process on each node. Starts workers, forwards messages, reports exits at once.
 
-`python -P -m wrapper.agent.process --run FILE [--node N] --supervisor HOST:PORT`, started by a launcher; without a
-node, or with `-`, Slurm's name of the node is used. With `--lease N` it starts later, in answer to a request for
-another node, and finds the supervisor's address itself. It decides only one thing: if no supervisor leads for too long
-(`wrapper.agent.supervisor_link`), it ends its workers and itself, so that no process outlives the job. If configured,
-agents keep copies of the journal, and one of them starts a successor when the supervisor is gone
-(`wrapper.agent.succession.election`). A signal from outside is reported to the supervisor, and ends nothing by itself.
+`python -P -m wrapper.agent.process --run FILE [--node N] --supervisor HOST:PORT`, started by a launcher. Without
+`--node`, or with `-`, the node has the name that Slurm gives it. With `--lease N` the agent starts later, on a node
+that Slurm gave in answer to request N for another node, and reads the supervisor's address from the job's folder. The
+agent decides only one thing: if no supervisor leads for too long (`wrapper.agent.supervisor_link`), it ends its workers
+and itself, so that no process outlives the job. With succession, agents keep copies of the journal, and one of them
+starts a successor when the supervisor is gone (`wrapper.agent.succession.election`). A signal from outside is reported
+to the supervisor, which decides what to do.
 """
 
 from __future__ import annotations
@@ -44,19 +45,19 @@ BEAT_S = 1.0
 REAP_EVERY_S = 10.0
 TERM_GRACE_S = 1.0
 LAST_MESSAGES_TIMEOUT_S = 1.0
-"""How long the supervisor may take to acknowledge the last messages of an agent that ends."""
+"""How long an agent that exits waits for the supervisor to acknowledge its last messages."""
 SUCCESSOR_EXIT_TIMEOUT_S = 60.0
-"""How long a supervisor that runs as our child may take to end after it has released us."""
+"""How long a supervisor that runs as a child process of this agent may take to exit after it has released the agent."""
 REPORTED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCONT)
-"""Signals that are reported to the supervisor if somebody sends them to an agent."""
+"""Signals from outside that an agent reports to the supervisor."""
 
 
 class NoSupervisorError(ResihpError):
-    """No supervisor ever answered."""
+    """No supervisor ever answered this agent."""
 
 
 class Agent:
-    """One node's agent. `run` returns when there is nothing left to do. `logs`: folder for the logs of its
+    """The agent of one node. `run` returns when the agent is released or gives up. `logs`: folder for the logs of its
     processes."""
 
     def __init__(
@@ -89,10 +90,11 @@ class Agent:
         self._needed = asyncio.Event()
         """Set once there are workers to start."""
         self._release: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        """Resolved with the seconds of grace once it is time to end; negative: end workers with TERM first."""
+        """Resolved when the agent is to exit, with the seconds of grace for its workers. A negative value: send workers
+        SIGTERM first."""
 
     async def run(self) -> None:
-        """Run the agent to its end. Raises NoSupervisorError if no supervisor ever answered."""
+        """Run the agent until its exit. Raises NoSupervisorError if no supervisor ever answered."""
         adopt_orphans()
         loop = asyncio.get_running_loop()
         for number in REPORTED_SIGNALS:
@@ -151,8 +153,8 @@ class Agent:
         )
 
     def _choose_interface(self, own_host: str) -> None:
-        """Choose the workers' interface: by the user's environment, else the configuration, else the agent's own
-        address."""
+        """Choose the network interface of the workers: as set in the user's environment, else as configured, else the
+        interface of the agent's own address."""
         set_by_user = os.environ.keys() & {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
         if self._request.interface and len(set_by_user) < 2:
             try:
@@ -163,8 +165,8 @@ class Agent:
             self._workers.network = network_of(own_host)
 
     async def _start_workers(self) -> None:
-        """Start the fork server, but not before all agents have joined: its imports take longer than all of an agent's
-        start."""
+        """Start the fork server once there are workers to start, which is after all agents have joined: its imports
+        take longer than the whole start of an agent, and would delay it."""
         await self._needed.wait()
         await self._workers.start()
 
@@ -218,7 +220,8 @@ class Agent:
             await asyncio.sleep(due - loop.time())
 
     async def _reap(self) -> None:
-        """Reap orphans, in a thread: on a node with many processes, looking through them takes a while."""
+        """Reap orphaned processes regularly. In a thread, because going through the processes of a busy node takes a
+        while."""
         orphans = Orphans()
         while True:
             await asyncio.sleep(REAP_EVERY_S)
@@ -226,7 +229,8 @@ class Agent:
 
 
 def network_of(own_host: str) -> dict[str, str]:
-    """Return the variables that make workers use the interface with this address; nothing if there is none."""
+    """Return the variables that make workers use the network interface with this address; empty if no interface has
+    it."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address == own_host for entry in addresses):
             return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
@@ -234,7 +238,7 @@ def network_of(own_host: str) -> dict[str, str]:
 
 
 def hardware(driver: Path = Path("/proc/driver/nvidia/gpus")) -> str:
-    """Return the models of the node's GPUs, from the driver's files: this needs no process, and sees all GPUs."""
+    """Return the models of the node's GPUs, from the driver's files. This starts no process, and sees all GPUs."""
     try:
         texts = [(gpu / "information").read_text(errors="replace") for gpu in driver.iterdir()]
     except OSError:
@@ -244,7 +248,7 @@ def hardware(driver: Path = Path("/proc/driver/nvidia/gpus")) -> str:
 
 
 def node_name(requested: str) -> str:
-    """Return the node's name. Raises UsageError if it is left to Slurm, which does not set it."""
+    """Return the node's name; `-` means Slurm's name of the node. Raises UsageError if Slurm does not set it."""
     name = os.environ.get("SLURMD_NODENAME", "") if requested == "-" else requested
     if not name:
         raise UsageError("SLURMD_NODENAME is not set: start the agent by srun, or name its node with --node")
@@ -252,8 +256,8 @@ def node_name(requested: str) -> str:
 
 
 def run(request: RunRequest, node: str, address: str, lease: int, forks: socket.socket | None = None) -> None:
-    """Run the agent. With succession, logs are on the node's own disk: a hung folder must not stop the processes that
-    write."""
+    """Run the agent. With succession, logs are written to the node's own disk, so that a hung folder does not stop the
+    processes that write them."""
     host, _, port = (address or _address_of(request)).rpartition(":")
 
     async def live(logs: Path) -> None:
@@ -279,7 +283,7 @@ def run(request: RunRequest, node: str, address: str, lease: int, forks: socket.
 
 
 def _address_of(request: RunRequest) -> str:
-    """Return the supervisor's present address, from the job's folder."""
+    """Return the supervisor's current address from the job's folder. Raises UsageError if it is not recorded there."""
     file = request.of_job.supervisor_file
     try:
         address = msgspec.json.decode(file.read_bytes(), type=SupervisorFile)
@@ -317,7 +321,7 @@ def _status_of(error: Exception) -> int:
 
 
 class _NoJobError(Exception):
-    """The job's folder cannot be read."""
+    """The job's folder, or its run file, cannot be read on this node."""
 
 
 def _load(path: Path) -> RunRequest:

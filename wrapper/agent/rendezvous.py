@@ -1,8 +1,8 @@
 """Messages between a node's workers and the ranks with which they build communicators.
 
-The agent's instance of `resihp.protocol.rendezvous`: a message for several workers of the node is received once, and
-messages that they publish at the same time go to the supervisor together. A meeting begins with the order to build, and
-ends when the leader changes. Nothing here waits. Owned by `wrapper.agent.workers`.
+This is the agent's instance of `resihp.protocol.rendezvous`. A message for several workers of the node is received only
+once, and messages that they publish at the same time are sent to the supervisor together. A meeting opens with the
+order to build communicators, and ends when the leader changes. Nothing here waits. Owned by `wrapper.agent.workers`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from resihp.protocol import messages as m
 from resihp.protocol.rendezvous import Meetings, Pending
 
 _SUPERVISOR = -1
-"""Recipient number of messages for the supervisor, beside those of ranks."""
+"""Recipient number that stands for the supervisor; the other numbers are ranks."""
 
 
 class Relay:
-    """The meetings of this node. `send` hands a message to the leader, `hand_to` one to a worker."""
+    """The meetings of this node's workers. `send` sends a message to the leader, `hand_to` passes one to a worker."""
 
     def __init__(self, send: Callable[[m.AgentMessage], None], hand_to: Callable[[int, m.Published], None]) -> None:
         self._send = send
@@ -28,7 +28,8 @@ class Relay:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Forget all meetings, because the leader has changed: the new one knows none of them, and will open others."""
+        """Forget all meetings, because the leader has changed: the new leader does not know them, and will open
+        others."""
         self._meetings: Meetings[int] = Meetings()
         self._pending: Pending[int] = Pending()
         self._attended: dict[m.MeetingId, list[str]] = {}
@@ -40,7 +41,7 @@ class Relay:
         self._meetings.leave(rank)
 
     def receive(self, rank: int, message: m.MeetingMessage) -> None:
-        """Handle a message of a worker: it attends a meeting, or publishes something in it."""
+        """Handle a message of a worker, which joins a meeting or publishes a message in it."""
         meeting = message.meeting
         try:
             if isinstance(message, m.Attend):
@@ -54,7 +55,7 @@ class Relay:
             print(f"rank {rank}: {error}", flush=True)
 
     def published(self, order: m.Published) -> None:
-        """Deliver messages of ranks on other nodes, which the supervisor has forwarded."""
+        """Deliver messages of ranks on other nodes, which the supervisor forwarded."""
         try:
             self._publish(order.meeting, order.said, None)
         except ProtocolError as error:

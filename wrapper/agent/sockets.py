@@ -1,6 +1,6 @@
-"""An agent's sockets to its own processes: one to each worker, one to the fork server that starts them.
+"""An agent's sockets to its own processes: one to each worker, and one to the fork server that starts the workers.
 
-Callbacks in the agent's event loop; nothing here waits, and nothing is decided. Owned by `wrapper.agent.workers`.
+Callbacks in the agent's event loop. Nothing here waits, and nothing is decided. Owned by `wrapper.agent.workers`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ CHUNK_BYTES = 1 << 16
 
 
 class WorkerPipe:
-    """The agent's end of one worker's socket: encoded messages, both ways.
+    """The agent's end of one worker's socket, which carries encoded messages both ways.
 
-    Orders are queued, so that a stopped worker blocks nobody. `received` raises ProtocolError for an invalid report,
-    after which the worker is disconnected.
+    Orders are queued, so that a stopped worker blocks nothing. `received` handles a report; if it raises ProtocolError
+    because the report is invalid, the worker is disconnected.
     """
 
     def __init__(self, sock: socket.socket, received: Callable[[bytes], None]) -> None:
@@ -46,14 +46,15 @@ class WorkerPipe:
         self._loop.add_reader(sock, self._readable)
 
     def send(self, order: bytes) -> None:
-        """Queue an order, which must fit a frame; it is dropped if the worker is gone or has not read for very long."""
+        """Queue an order, which must fit into a frame. The order is dropped if the worker is disconnected or has too
+        many unread bytes."""
         if not self._open or len(self._unsent) > MAX_UNSENT_BYTES:
             return
         self._unsent += local_frame(order)
         self._flush()
 
     def drain(self) -> None:
-        """Pass on all remaining messages of a worker that has ended, before its exit is reported."""
+        """Read all remaining messages of a worker that has exited, before its exit is reported."""
         while self._open and self._read():
             pass
 
@@ -85,7 +86,7 @@ class WorkerPipe:
         return True
 
     def hang_up(self, reason: str) -> None:
-        """Close the socket because of an invalid message; a worker without its agent exits."""
+        """Close the socket because of an invalid message. A worker that loses its agent exits."""
         print(f"worker socket closed: {reason}", flush=True)
         self.close()
 
@@ -102,7 +103,7 @@ class WorkerPipe:
 
 
 class ForkServerLink:
-    """The agent's handle on its fork server. Requests wait until the server has finished its imports."""
+    """The agent's connection to its fork server. Requests wait until the fork server has finished its imports."""
 
     def __init__(
         self,
@@ -116,8 +117,9 @@ class ForkServerLink:
         job: str = "",
         node: str = "",
     ) -> None:
-        """`shared`: socket to a fork server that virtual nodes share, and that already runs. `job`, `node`: for its
-        process name."""
+        """`report` receives the fork server's reports; `unable` receives the reason if the fork server ends. `inside`:
+        container of the workers, None for none. `shared`: socket to a running fork server that virtual nodes share.
+        `job` and `node` are for the process name."""
         self._program = program
         self._container = inside
         self._log = log
@@ -135,7 +137,7 @@ class ForkServerLink:
         self._has_ended = asyncio.Event()
 
     async def start(self) -> None:
-        """Start the process, unless it is shared. Raises OSError if the interpreter does not exist."""
+        """Start the fork server, unless it is shared. Raises OSError if the interpreter does not exist."""
         if self._sock is None:
             self._sock = await self._start_process()
         self._channel = LocalChannel(self._sock)
@@ -169,7 +171,7 @@ class ForkServerLink:
         return ours
 
     def fork(self, request: Fork, worker_end: socket.socket) -> None:
-        """Request a worker; takes ownership of `worker_end`."""
+        """Request a worker process with `worker_end` as its socket; takes ownership of `worker_end`."""
         if self._ready:
             with worker_end:
                 self._send(request, [worker_end.fileno()])
@@ -180,14 +182,14 @@ class ForkServerLink:
         self._send(Deliver(pid=pid, signal=number))
 
     def close(self) -> None:
-        """Close our end: the fork server kills its children and exits."""
+        """Close this end of the socket: the fork server then kills its children and exits."""
         self._leaving = True
         if self._sock is not None:
             with suppress(OSError):
                 self._sock.shutdown(socket.SHUT_WR)
 
     async def gone(self, timeout_s: float) -> None:
-        """Wait for its exit, at most this long."""
+        """Wait at most `timeout_s` for the fork server's exit."""
         if self._sock is None or self._channel is None:
             return
         with suppress(TimeoutError):

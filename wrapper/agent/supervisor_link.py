@@ -1,13 +1,14 @@
-"""The agent's connection to the leader: which supervisor it follows, and since when it has heard nothing.
+"""The agent's connection to the leader: which supervisor the agent follows, and when it last received a message from
+it.
 
-A connection that breaks is made again, without loss of messages (`resihp.protocol.resumable`). A supervisor first
-states the term that it leads. The agent promises itself to one leader of a term, and never to a lower term again: it
+A broken connection is replaced without loss of messages (`resihp.protocol.resumable`). A supervisor first states the
+term that it leads. The agent promises itself to one leader for each term, and never to a lower term afterwards. It
 accepts a later term if the supervisor has at least the records of the agent's own copy of the journal, or if a quorum
-has accepted it. Then its messages to the leader before no longer count, and the new leader gets an inventory of the
-node (`messages.Inventory`).
+has accepted the supervisor. Unacknowledged messages to the previous leader are then dropped, and the new leader
+receives an inventory of the node (`messages.Inventory`).
 
-It decides nothing else; `wrapper.agent.succession.election` decides which agent may start a leader when there is none.
-Owned by `wrapper.agent.process`.
+Decides nothing else; `wrapper.agent.succession.election` decides which agent may start a supervisor when there is no
+leader. Owned by `wrapper.agent.process`.
 """
 
 from __future__ import annotations
@@ -28,50 +29,52 @@ from resihp.protocol.resumable import Conversation
 from wrapper.agent.succession.election import accepts
 
 RETRY_S = 3.0
-"""Time limit of one attempt to connect; without succession, also how long to try if nobody listens at the address."""
+"""Time limit of one attempt to connect. Without succession, also how long to try when no process listens at the
+address."""
 GUARDIAN_WAIT_S = 30.0
-"""Without succession: how long to wait while the guardian holds the socket and is about to start another supervisor."""
+"""Without succession: how long to wait while the guardian keeps the socket open to start another supervisor."""
 FIRST_PAUSE_S, PAUSE_GROWTH, MAX_PAUSE_S = 0.2, 1.5, 3.0
-"""Longest pause after the second failed attempt, its growth with each further attempt, and its limit."""
+"""Longest pause after the second failed attempt, growth factor of the pause for each further attempt, and limit of the
+pause."""
 MAX_SILENCE_S = 3.0
 """With succession: a leader that sends nothing for this long counts as gone, whatever the state of its connection."""
 MAX_LEADERLESS_S = 60.0
-"""With succession: how long an agent lives without a leader. Without it, the same while the supervisor's guardian keeps
-the address open for another supervisor that has not answered yet."""
+"""With succession: how long an agent tries to reach a leader before it ends its workers and itself."""
 MAX_REFUSED_S = 15.0
 """With succession: how long an agent that was refused waits for another leader, which may have a quorum."""
 WATCH_EVERY_S = 0.25
 STALL_S = 1.0
-"""An event loop that is this late was stopped, or starved: the silence was its own."""
+"""If a wake-up of the event loop is late by more than this, the agent itself was stopped or starved, and the leader was
+not silent."""
 
 Address = tuple[str, int]
 
 
 class Follower(Protocol):
-    """The agent, as used here."""
+    """The methods of the agent that its link to the leader uses."""
 
     @property
     def log(self) -> int:
-        """Number of the last record in its copy of the journal."""
+        """Number of the last record in the agent's copy of the journal; 0 if it keeps none."""
 
     async def introduce(self, own_host: str) -> m.Join:
-        """Return the agent's description; `own_host` is its address on the connection. `term` and `log` are filled in
-        here."""
+        """Return the agent's description; `own_host` is the agent's address on the connection. The link then sets
+        `term` and `log`."""
 
     def inventory(self) -> m.Inventory: ...
 
     def obey(self, order: m.AgentOrder) -> None:
-        """Carry out an order. Raises ProtocolError for records that do not fit its copy of the journal."""
+        """Carry out an order. Raises ProtocolError for journal records that do not fit the agent's copy."""
 
     def dismiss(self, grace_s: float) -> None:
-        """End: the supervisor needs the agent no more, or cannot be reached. `grace_s` as in `Release`."""
+        """End the agent: the supervisor no longer needs it, or cannot be reached. `grace_s` as in `Release`."""
 
 
 class BackOff:
     """Pauses between attempts to connect: none at first, then longer and longer.
 
     All agents of a job lose their leader at the same moment. Each waits for random times, so that they do not all
-    return at once, again and again, to a supervisor that has just begun to answer.
+    reconnect at once, again and again, to a supervisor that has just started.
     """
 
     def __init__(self, dice: Random | None = None) -> None:
@@ -79,7 +82,7 @@ class BackOff:
         self._attempts = 0
 
     def pause_s(self) -> float:
-        """Return the pause after another failed attempt."""
+        """Return the seconds to pause after a further failed attempt."""
         self._attempts += 1
         if self._attempts == 1:
             return 0.0
@@ -87,12 +90,13 @@ class BackOff:
         return self._dice.uniform(most_s / 2, most_s)
 
     def begin_anew(self) -> None:
-        """Reset after an attempt that succeeded."""
+        """Reset the pauses after an attempt that succeeded."""
         self._attempts = 0
 
 
 class LeaderLink:
-    """One agent's link. `home`: address of the first supervisor, and of one that its guardian has restarted."""
+    """One agent's link to the leader. `home`: address of the first supervisor, and of supervisors that its guardian
+    restarts."""
 
     def __init__(self, home: Address, key: bytes, follower: Follower, *, succession: bool) -> None:
         self._home = home
@@ -100,38 +104,40 @@ class LeaderLink:
         self._follower = follower
         self._succession = succession
         self.promised = 0
-        """The newest term that this agent has promised itself to."""
+        """The newest term that this agent has promised itself to; 0 if there is none."""
         self.heard_at = time.monotonic()
-        """When the leader last sent anything."""
+        """Time at which the leader last sent any message."""
         self.settled = asyncio.Event()
         """Set while the leader has acknowledged all messages."""
         self.trouble = ""
-        """Why no supervisor was reached in the end; empty unless `run` gave up for that reason."""
+        """Reason why no supervisor could be reached; empty unless `run` gave up for that reason."""
         self._leader: Address = home
         self._hint: Address | None = None
         self._hinted = asyncio.Event()
         self._refused_at: float | None = None
         self._deserted = False
-        """Whether nobody listens at the leader's address."""
+        """Whether no process listens at the leader's address."""
         self._channel: SecureChannel[Envelope[m.AgentOrder]] | None = None
         self._conversation: Conversation[m.AgentOrder] | None = None
         self._lasting: list[tuple[int, m.Signalled | m.SpawnFailed]] = []
-        """Messages that are not part of an inventory, with their numbers in the present conversation, 0 for none."""
+        """(number, message) of messages that an inventory does not include. The number is that in the current
+        conversation; 0 for none."""
 
     @property
     def connected(self) -> bool:
-        """Whether there is a leader, as far as is known."""
+        """Whether the agent is connected to a leader, as far as it knows."""
         return self._channel is not None
 
     @property
     def welcome(self) -> bool:
-        """Whether any supervisor has ever accepted us as this node's agent."""
+        """Whether any supervisor has ever accepted this process as its node's agent."""
         return self.promised > 0
 
     # --- the leader -------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Stay connected to the present leader; return when there was none for too long, or the agent is dismissed."""
+        """Stay connected to the current leader. Return when there was no leader for too long, or when the agent is
+        dismissed."""
         troubles: dict[Address, str] = {}
         back_off = BackOff()
         while True:
@@ -157,13 +163,14 @@ class LeaderLink:
             await self._rest(back_off.pause_s())
 
     async def _rest(self, pause_s: float) -> None:
-        """Wait that long, unless a better address becomes known."""
+        """Wait for `pause_s` seconds, or until the address of a successor becomes known."""
         with suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
                 await self._hinted.wait()
 
     async def watch(self) -> None:
-        """Detect a silent leader; with succession only, else a leader is waited for as long as it lives."""
+        """Abort the connection to a leader that is silent for too long. Used only with succession: otherwise the agent
+        waits for the leader as long as it lives."""
         last = time.monotonic()
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
@@ -176,7 +183,7 @@ class LeaderLink:
                 self._channel.abort()
 
     def point_to(self, term: int, address: Address) -> None:
-        """Note the address of a supervisor that is about to lead that term."""
+        """Note the address of a supervisor that is about to lead `term`."""
         if term > self.promised:
             self._hint = address
             self._hinted.set()
@@ -186,7 +193,7 @@ class LeaderLink:
         return list(dict.fromkeys(address for address in (self._hint, self._leader, self._home) if address is not None))
 
     def _give_up_after(self) -> float | None:
-        """Return the time without a leader after which we give up, if it has passed; else None."""
+        """Return the seconds without a leader after which the agent gives up, if they have passed; else None."""
         now = time.monotonic()
         if self._refused_at is not None and now - self._refused_at > MAX_REFUSED_S:
             return MAX_REFUSED_S
@@ -194,7 +201,8 @@ class LeaderLink:
         return patience_s if now - self.heard_at > patience_s else None
 
     async def _once(self, address: Address) -> tuple[bool, str]:
-        """Serve one connection to its end; return whether we followed the supervisor, and why the connection ended."""
+        """Serve one connection until it closes. Return whether the agent followed that supervisor, and why the
+        connection ended."""
         self._kept_open = False
         try:
             channel = await self._connect(address)
@@ -221,7 +229,8 @@ class LeaderLink:
         return answered, news
 
     async def _connect(self, address: Address) -> SecureChannel[Envelope[m.AgentOrder]]:
-        """Connect, unless a better address becomes known meanwhile. Raises OSError, TimeoutError, ProtocolError."""
+        """Connect to a supervisor, unless the address of a successor becomes known meanwhile. Raises OSError,
+        TimeoutError, ProtocolError."""
         connecting: asyncio.Task[SecureChannel[Envelope[m.AgentOrder]]] = asyncio.create_task(
             SecureChannel.connect(*address, self._key, Envelope[m.AgentOrder], timeout_s=RETRY_S)
         )
@@ -236,7 +245,8 @@ class LeaderLink:
             hinted.cancel()
 
     async def _listen(self, channel: SecureChannel[Envelope[m.AgentOrder]], address: Address) -> None:
-        """Introduce ourselves, follow the supervisor if allowed, and receive. Raises ProtocolError, TimeoutError."""
+        """Send the agent's `Join`, follow the supervisor if permitted, and receive its messages. Raises ProtocolError,
+        TimeoutError."""
         join = await self._follower.introduce(channel.own_host)
         lost_thread = self._conversation is None and self.promised > 0
         join = msgspec.structs.replace(join, term=self.promised - lost_thread, log=self._follower.log)
@@ -267,7 +277,8 @@ class LeaderLink:
             envelope = await channel.recv()
 
     def _follow(self, lead: m.Lead, channel: SecureChannel[Envelope[m.AgentOrder]], address: Address) -> None:
-        """Stay with the present leader, or accept one of a later term. Raises ProtocolError for any other."""
+        """Follow the current leader, or a leader of a later term that may be accepted. Raises ProtocolError for any
+        other supervisor."""
         ours = lead.term == self.promised and address == self._leader
         if not ours and not accepts(lead, self.promised, self._follower.log):
             raise ProtocolError(
@@ -302,7 +313,7 @@ class LeaderLink:
                 try:
                     self._follower.obey(order)
                 except ProtocolError:
-                    self._forget()  # as if it had never come: the leader has to start from our actual copy
+                    self._forget()  # as if it had not arrived: the leader has to start from the agent's actual copy
                     raise
                 if self._conversation is not None:
                     self._conversation.acknowledge()
@@ -312,7 +323,8 @@ class LeaderLink:
     # --- messages to the leader -------------------------------------------------------------------------------
 
     def send(self, message: m.AgentMessage) -> None:
-        """Send a message now or when the leader is back; a new leader gets it as part of the inventory instead."""
+        """Send a message now or when the agent is connected again. If the leader changes, the inventory replaces the
+        message."""
         conversation = self._conversation
         if isinstance(message, m.Beat):
             if conversation is not None:
@@ -335,7 +347,8 @@ class LeaderLink:
             self._follower.dismiss(-1.0)
 
     async def flush_and_close(self, running: asyncio.Task[None], timeout_s: float) -> None:
-        """Wait until the leader has acknowledged everything, even over a new connection; then close. Ends `running`."""
+        """Wait until the leader has acknowledged all messages, if necessary over a new connection; then close the
+        connection. Cancels `running`, the task of `run`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self.settled.wait()
@@ -348,9 +361,9 @@ class LeaderLink:
         self._channel = None
 
     def _forget(self) -> None:
-        """End the conversation with the leader. Keep the lasting messages that it has not acknowledged.
+        """End the conversation with the leader. Keep the messages of `_lasting` that the leader has not acknowledged.
 
-        All others are dropped: the inventory that the next leader gets replaces them.
+        All other messages are dropped: the inventory that the next leader receives replaces them.
         """
         old, self._conversation = self._conversation, None
         if old is not None:

@@ -1,9 +1,10 @@
-"""The environment of a worker: the agent's, the job's additions, and all variables that torchrun would set.
+"""The environment of a worker: the agent's environment, the job's additions, and all variables that torchrun would set.
 
-A script that does not use resihp finds its ranks and its peers in it, as `init_process_group("nccl")` does. The first
-rank listens at the meeting place and holds the store: its agent keeps the port free for it
-(`wrapper.launch.ports.KeptPort`). The agent has no store, and workers are not restarted on the same node, so
-TORCHELASTIC_USE_AGENT_STORE is False and TORCHELASTIC_MAX_RESTARTS is 0. Pure; called by `wrapper.agent.workers`.
+A script that does not use resihp finds its rank and its peers in these variables, as `init_process_group("nccl")` does.
+Rank 0 listens at the address in MASTER_ADDR and MASTER_PORT and runs the torch store there; its agent keeps the port
+free for it (`wrapper.launch.ports.KeptPort`). The agent runs no torch store, and workers are not restarted on the same
+node, so TORCHELASTIC_USE_AGENT_STORE is False and TORCHELASTIC_MAX_RESTARTS is 0. Pure; called by
+`wrapper.agent.workers`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ def environment_of(
     added: Mapping[str, str],
     network: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return a worker's environment. `added` overrides inherited variables, and these override `network`, which is left
-    out if `added` sets the interface. An inherited meeting place is another job's, and is dropped."""
+    """Return a worker's environment. `added` overrides inherited variables, which override `network`; `network` is
+    ignored if `added` sets the interface. An inherited MASTER_ADDR or MASTER_PORT belongs to another job, and is
+    dropped."""
     environment = {name: value for name, value in inherited.items() if name not in (*MEETING_VARIABLES, OPEN_FILES)}
     environment.setdefault("OMP_NUM_THREADS", ONE_THREAD["OMP_NUM_THREADS"])
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
@@ -41,7 +43,7 @@ def environment_of(
 
 def as_torchrun(start: Start, job: str, devices: int) -> dict[str, str]:
     """Return the variables of torch's elastic agent (`torch/distributed/elastic/agent/server/local_elastic_agent.py`),
-    without the meeting place. A group is a node; all workers have one role."""
+    except for MASTER_ADDR and MASTER_PORT. A group is a node; all workers have one role."""
     nodes = list(dict.fromkeys(start.nodes))
     return {
         "RANK": str(start.rank),

@@ -1,8 +1,8 @@
-"""A worker's reports that are still valid: kept by its agent for a supervisor that has not received them.
+"""A worker's reports that are still valid: its agent keeps them for a new leader, which has not received them.
 
-A supervisor that takes over gets an inventory from every agent (`messages.Inventory`). Of a worker's reports, this
-keeps the last of each kind that no later order or report has made obsolete, and the steps that may not have been
-committed. Pure; owned by `wrapper.agent.workers`.
+A supervisor that takes over receives an inventory from every agent (`messages.Inventory`). For each worker, it includes
+the last report of each kind, unless a later order or report made it obsolete, and the steps that may not be committed
+yet. Pure; owned by `wrapper.agent.workers`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from resihp.protocol import messages as m
 from resihp.protocol.forwarding import Label, report_of
 
 MAX_STEPS = 4096
-"""Most steps that are kept of one worker while no commit is reported: a minute of very short iterations."""
+"""Limit on the steps that are kept for one worker while no commit is reported; enough for a minute of very short
+iterations."""
 REPORTED_STEPS = 32
-"""Steps that are reported of every worker, even if the agent takes them to be committed: a record in its copy of the
-journal may be missing at the new leader. Of one worker of a node, all kept steps are reported."""
+"""Number of steps that an inventory includes for every worker, even if the agent regards them as committed: the new
+leader may lack a record that is in the agent's copy of the journal. For one worker of the node, the inventory includes
+all kept steps."""
 
 MAX_PARTS = 8
-"""Most parts of checkpoints that are kept of one worker: the last ones, as a supervisor that took over may lack
-them."""
+"""Limit on the checkpoint parts that are kept for one worker. A supervisor that takes over may lack the most recent
+parts."""
 
 _LASTING = {
     kind.__name__: kind
@@ -31,9 +33,9 @@ _LASTING = {
 
 
 class WorkerRecord:
-    """Reports of one worker, by their labels; the reports themselves are decoded only on request.
+    """Reports of one worker, with their labels. The reports themselves are decoded only on request.
 
-    `max_steps`: how many reports of steps are kept.
+    `max_steps`: limit on the reports of steps that are kept.
     """
 
     def __init__(self, max_steps: int = MAX_STEPS) -> None:
@@ -42,7 +44,7 @@ class WorkerRecord:
         self._parts: deque[bytes] = deque(maxlen=MAX_PARTS)
 
     def add_report(self, label: Label, body: bytes) -> None:
-        """Add a report of the worker."""
+        """Add a report of the worker. Of most kinds, only the last report is kept."""
         if label.type == m.Stepped.__name__:
             if label.outcome is not None:
                 self._steps.append((label.outcome.iteration, body))
@@ -53,7 +55,7 @@ class WorkerRecord:
             self._reports.append((label, body))
 
     def note_order(self, order: Label) -> None:
-        """Note an order to the worker, and drop the reports that it makes obsolete."""
+        """Note an order to the worker, and drop the reports that the order makes obsolete."""
         match order.type:
             case m.Park.__name__:
                 for kind in (m.Stuck, m.Ready, m.Parked):
@@ -71,7 +73,7 @@ class WorkerRecord:
                 pass
 
     def still_true(self) -> tuple[m.WorkerMessage, ...]:
-        """Return the valid reports in order of arrival, parts of checkpoints last. Raises ProtocolError for an invalid
+        """Return the valid reports in order of arrival, checkpoint parts last. Raises ProtocolError for an invalid
         report."""
         return tuple(report_of(body) for body in (*(body for _, body in self._reports), *self._parts))
 
@@ -80,13 +82,13 @@ class WorkerRecord:
         return len(self._steps)
 
     def steps(self, most: int = MAX_STEPS) -> tuple[m.Stepped, ...]:
-        """Return the last steps. Raises ProtocolError for an invalid report."""
+        """Return the last `most` steps that are kept. Raises ProtocolError for an invalid report."""
         last = islice(self._steps, max(0, len(self._steps) - most), None)
         reports = (report_of(body) for _, body in last)
         return tuple(report for report in reports if isinstance(report, m.Stepped))
 
     def committed(self, iteration: int) -> None:
-        """Drop steps up to this iteration, except for the last few."""
+        """Drop steps up to `iteration`, except for the last `REPORTED_STEPS`."""
         while len(self._steps) > REPORTED_STEPS and self._steps[0][0] <= iteration:
             self._steps.popleft()
 

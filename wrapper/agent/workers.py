@@ -1,7 +1,7 @@
 """An agent's workers: their start, their reports, and their end.
 
-It starts and ends workers on orders, reports their exits at once, and gives a new leader an inventory of them. Only
-`start` and `end` wait. Owned by `wrapper.agent.process`.
+Starts and ends workers on the supervisor's orders, reports their exits at once, and gives a new leader an inventory of
+the workers. Only `start` and `end` wait. Owned by `wrapper.agent.process`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from wrapper.launch.ports import KeptPort
 
 REAP_S = 2.0
 CLUES_TIMEOUT_S = 0.2
-"""How long to look for clues to the exit of a worker."""
+"""Time limit of the search for clues to a worker's exit."""
 
 MEETING_MESSAGES = (m.Attend.__name__, m.Publish.__name__)
 
@@ -58,10 +58,11 @@ class Worker:
 
 
 class Workers:
-    """All workers of this node. `send` hands a message to the leader; `on_unusable` is called if no worker can be
-    started here any more.
+    """All workers of this node. `send` sends a message to the leader. `on_unusable` is called when no worker can be
+    started on this node any more.
 
-    `shared`: socket to the fork server, if virtual nodes share one (`wrapper.launch.preloading`).
+    `shared`: socket to the fork server that virtual nodes share (`wrapper.launch.preloading`); None if this node has
+    its own.
     """
 
     def __init__(
@@ -81,21 +82,22 @@ class Workers:
         self._workers: dict[int, Worker] = {}
         self._exits: list[tuple[int, int]] = []
         self._exit_reports: set[asyncio.Task[None]] = set()
-        """Tasks that report exits."""
+        """Tasks that report exits, with clues."""
         self._rendezvous = Relay(send, self._hand_to)
         self._kernel = KernelClues()
         self._idleness = Idleness()
         self._newest_epoch = 0
         self._place = KeptPort()
         self._is_first = self._declared = self._met = False
-        """Whether rank 0 is on this node, which is then the meeting place; whether any worker has declared a model; and
-        whether, without a model, ranks have met by themselves or tried to."""
+        """`_is_first`: rank 0 is on this node, so that ranks of a script with its own process groups rendezvous here.
+        `_declared`: a worker has declared a model. `_met`: without a declared model, ranks have met by themselves or
+        tried to."""
         self._idle = asyncio.Event()
         self._idle.set()
         self.network: Mapping[str, str] = {}
-        """Network variables for workers, used unless the user or the supervisor sets them."""
+        """Network variables of workers, used unless the user or the supervisor sets them."""
         self.obstacle = ""
-        """Why no worker can be started here; empty if workers can."""
+        """Reason why no worker can be started on this node; empty if workers can be started."""
         self.epoch = 0
         """Epoch of the last `Go`."""
         self._forks = ForkServerLink(
@@ -126,7 +128,7 @@ class Workers:
             self._spawn(msgspec.structs.replace(start, nodes=nodes), order.environment)
 
     def order(self, to: m.ToWorkers) -> None:
-        """Pass an order on to its workers. Raises ProtocolError for an invalid order."""
+        """Forward an order to its workers. Raises ProtocolError for an invalid order."""
         body = order_in(to)
         label = label_of(body)
         if label.type == m.Go.__name__:
@@ -142,7 +144,7 @@ class Workers:
                 worker.pipe.send(body)
 
     def published(self, order: m.Published) -> None:
-        """Deliver messages of a meeting that workers of this node attend."""
+        """Deliver messages of a meeting to the workers of this node that joined the meeting."""
         self._rendezvous.published(order)
 
     def _hand_to(self, rank: int, order: m.Published) -> None:
@@ -151,7 +153,7 @@ class Workers:
             worker.pipe.send(encode(order))
 
     def hang_up(self, rank: int, reason: str) -> None:
-        """Disconnect a worker whose messages cannot be decoded."""
+        """Disconnect a worker that has sent an undecodable message."""
         worker = self._workers.get(rank)
         if worker is not None:
             worker.pipe.hang_up(reason)
@@ -162,8 +164,8 @@ class Workers:
             self._signal(worker, number)
 
     def _signal(self, worker: Worker, number: int) -> None:
-        """Send a signal. Workers in training ignore TERM, which anybody may send (`client.deaf`): so they get an order
-        first."""
+        """Send a signal to a worker. Workers in training ignore SIGTERM, which any process may send (`client.deaf`); so
+        for SIGTERM they first get the order to halt."""
         if number == signal.SIGTERM:
             worker.pipe.send(encode(m.Halt(reason="the job ends", at_once=True)))
         self._forks.deliver(worker.pid, number)
@@ -172,12 +174,12 @@ class Workers:
 
     @property
     def meeting_port(self) -> int:
-        """Port where a script's ranks may meet by themselves, if the first rank is on this node."""
+        """Port at which ranks of a script with its own process groups may rendezvous, if rank 0 is on this node."""
         return self._place.port
 
     def _have_met(self) -> bool:
-        """Whether ranks have met. Checked with each heartbeat, but only on rank 0's node: with many sockets it takes
-        long."""
+        """Return whether ranks have met by themselves. Called for each heartbeat, but checked only on the node of rank
+        0, because the check takes long with many sockets."""
         if self._is_first and not (self._declared or self._met):
             self._met = self._place.is_used()
         return self._met
@@ -200,12 +202,12 @@ class Workers:
         )
 
     def committed(self, iteration: int) -> None:
-        """Note that the leader has committed iterations up to this one."""
+        """Note that the leader has committed all iterations up to `iteration`."""
         for worker in self._workers.values():
             worker.record.committed(iteration)
 
     def inventory(self) -> m.Inventory:
-        """Return the state of all workers for a new leader; meetings of the leader before are ended."""
+        """Return the state of all workers for a new leader, and forget the meetings that the previous leader opened."""
         self._rendezvous.begin_anew()
         full = max(self._workers, key=lambda rank: self._workers[rank].record.steps_kept, default=None)
         return m.Inventory(
@@ -254,7 +256,7 @@ class Workers:
         return container.of_workers(self._request.container, os.environ)
 
     def _receive(self, rank: int, body: bytes) -> None:
-        """Handle a message of a worker. Raises ProtocolError if it is invalid."""
+        """Handle a message of a worker. Raises ProtocolError if the message is invalid."""
         worker = self._workers[rank]
         label = label_of(body)
         if label.type == m.Progress.__name__:
@@ -298,7 +300,7 @@ class Workers:
         report.add_done_callback(self._exit_reports.discard)
 
     async def _report_exit(self, rank: int, pid: int, status: int) -> None:
-        """Report an exit, with clues to its cause; a file system that hangs does not delay the report."""
+        """Report an exit with clues to its cause. A hung file system delays the report by at most `CLUES_TIMEOUT_S`."""
         log = self._logs / f"{self._node}.rank{rank}.log"
         clues = await last_words_within(CLUES_TIMEOUT_S, log, self._kernel)
         self._send(m.Exited(rank=rank, pid=pid, status=status, clues=clues))
@@ -310,8 +312,8 @@ class Workers:
             self._idle.set()
 
     def _fork_server_ended(self, reason: str) -> None:
-        """Report that the fork server has ended: its children die with it, in an unknown way, and the node is
-        unusable."""
+        """Report that the fork server has ended. Its children die with it, and their exit statuses are unknown; the
+        node becomes unusable."""
         print(reason, flush=True)
         if not any(worker.pid for worker in self._workers.values()):
             self._send(m.SpawnFailed(reason=reason))
@@ -325,12 +327,14 @@ class Workers:
     # --- the end ----------------------------------------------------------------------------------------------
 
     async def end(self, grace_s: float, spare: int | None = None) -> None:
-        """Wait for the workers up to the grace, then end remaining ones, and all processes that they started.
+        """Wait for the workers for up to `grace_s` seconds, then kill the remaining workers and all processes that they
+        started.
 
-        A negative grace: send TERM first. `spare`: a process that is to live on, with its children.
+        A negative `grace_s`: send SIGTERM first, then wait for its absolute value. `spare`: process id that is not
+        killed, nor are its children; None for none.
         """
         for rank in [rank for rank, worker in self._workers.items() if not worker.pid]:
-            self._forget(rank)  # not forked yet; if it is by now, it ends with the fork server
+            self._forget(rank)  # not forked yet, as far as known; if it is, it ends with the fork server
         if grace_s < 0:
             self._signal_all(signal.SIGTERM)
         await self._until_idle(abs(grace_s))

@@ -1,7 +1,8 @@
-"""The Slurm allocation of this environment: nodes, their resources, and their addresses.
+"""The Slurm allocation of this environment: its nodes, their resources, and their addresses.
 
-`find` reads the variables that Slurm set when the job began; later changes (a lost node) are not in them. It never
-starts or changes anything. Used by `resihp run` (`wrapper.commands.run`), and by processes that listen for other nodes.
+`find` reads the variables that Slurm set when the job began; later changes, such as a lost node, are not in them. It
+never starts or changes anything. Used by `resihp run` (`wrapper.commands.run`), and by processes that listen for
+connections of other nodes.
 """
 
 from __future__ import annotations
@@ -25,27 +26,29 @@ NO_ALLOCATION = (
 )
 
 SLURM_FALLBACK = "/tmp"
-"""Folder in which Slurm starts a batch script whose own folder does not exist."""
+"""Folder in which Slurm starts a batch script if the script's own folder does not exist."""
 
 
 class Allocation(msgspec.Struct, frozen=True, kw_only=True):
-    """Nodes of one Slurm job. Counts are those of the node with the fewest; None where Slurm does not report them."""
+    """Nodes of one Slurm job. Counts are those of the node with the fewest CPUs or GPUs; None if Slurm does not report
+    them."""
 
     job_id: str
-    """Name of the job for Slurm and for us: `12_3` for an element of an array."""
+    """Name of the job in Slurm and in resihp: a number, or `12_3` for an array element."""
     task: str
-    """Index of an element in its array; empty for other jobs."""
+    """Index of the element in its array; empty for other jobs."""
     array_job: int | None
     array_task: int | None
-    """Numbers of the array and of the element in it; None for other jobs."""
+    """`array_job`: number of the array; `array_task`: index of the element. None for other jobs."""
     number: str
-    """Number of the job for srun, which accepts only numbers in 22.05. The last element of an array has the array's
+    """Number of the job for srun, which in 22.05 accepts only numbers. The last element of an array has the array's
     number."""
     restart_count: int
     nodes: tuple[str, ...]
-    """In Slurm's order, which is the order of a step's tasks."""
+    """In Slurm's order, which is also the order of a step's tasks."""
     batch_node: str
-    """Node on which the batch script runs; empty if that is not one of the nodes, as with salloc on a login node."""
+    """Node on which the batch script runs; empty if it runs outside of the job's nodes, as with salloc on a login
+    node."""
     cpus_per_node: int | None
     gpus_per_node: int | None
     partition: str
@@ -57,11 +60,11 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def job_id(environment: Mapping[str, str]) -> str:
-    """Return the Slurm job of this environment, by its name for Slurm; empty outside of a job.
+    """Return the name of this environment's Slurm job; empty outside of a job.
 
-    The last element of an array has the array's number, and a request with that number would apply to all elements: so
-    this element is called `12_3`. Other elements have numbers of their own; their SLURM_ARRAY_JOB_ID may come from a
-    job that has submitted this one.
+    The last element of an array has the array's number, and a request with that number would apply to all elements. So
+    the name of this element is `12_3`. Other elements have numbers of their own; their SLURM_ARRAY_JOB_ID may come from
+    a job that submitted this one.
     """
     number = _number(environment)
     return _element(environment) if number and number == environment.get("SLURM_ARRAY_JOB_ID") else number
@@ -73,10 +76,10 @@ def _element(environment: Mapping[str, str]) -> str:
 
 
 def _identity(environment: Mapping[str, str], slurm: Slurm) -> tuple[str, str]:
-    """Return the job's name, `12_3` for any element of an array, and its index in the array.
+    """Return the job's name, which is `12_3` for any element of an array, and its index in the array.
 
-    Slurm is asked whether the job is an element. Without an answer its number is used, which no other job has (scancel
-    of 22.05 silently ignores it), and its part of a folder is still its own.
+    Slurm is queried whether the job is an element. Without an answer, the job's number is used, which no other job has
+    (scancel of 22.05 silently ignores it); its part of a folder is then still unique.
     """
     job, element, task = job_id(environment), _element(environment), environment.get("SLURM_ARRAY_TASK_ID", "")
     if not element:
@@ -102,7 +105,8 @@ def _numbered(name: str, environment: Mapping[str, str]) -> int | None:
 
 
 def find(environment: Mapping[str, str], slurm: Slurm) -> Allocation:
-    """Return the allocation of this environment. Raises UsageError if there is none, SlurmError."""
+    """Return the allocation of this environment. Raises UsageError if there is none or if it cannot be used,
+    SlurmError."""
     if not job_id(environment):
         raise UsageError(NO_ALLOCATION)
     job, task = _identity(environment, slurm)
@@ -147,12 +151,12 @@ def find(environment: Mapping[str, str], slurm: Slurm) -> Allocation:
 
 
 NO_LIMIT_S = 300 * 86400.0
-"""Longest time limit that counts as one: Slurm gives jobs without a limit an end in a year."""
+"""Longest time that counts as a time limit: Slurm gives jobs without a limit an end in one year."""
 
 
 def end_time(environment: Mapping[str, str], now: float) -> float | None:
-    """Return the end of the job's time limit, in seconds since 1970, if this Slurm sets it at the job's start; else
-    None."""
+    """Return the end of the job's time limit, in seconds since 1970; None without a limit, or if this release of Slurm
+    does not put it into the environment."""
     end = environment.get("SLURM_JOB_END_TIME", "")
     return float(end) if end.isdigit() and now < float(end) < now + NO_LIMIT_S else None
 
@@ -167,7 +171,7 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def _refuse_parts(job: str, environment: Mapping[str, str]) -> None:
-    """Raise UsageError in a heterogeneous job: our step would get the nodes of only one of its parts."""
+    """Raise UsageError in a heterogeneous job: the step with the agents would get the nodes of only one component."""
     parts = environment.get("SLURM_HET_SIZE") or environment.get("SLURM_PACK_SIZE") or ""
     if not parts.isdigit() or int(parts) < 2:
         return
@@ -181,9 +185,10 @@ def _refuse_parts(job: str, environment: Mapping[str, str]) -> None:
 
 
 def _gpus(job: str, environment: Mapping[str, str], nodes: Sequence[str], slurm: Slurm) -> int | None:
-    """Return the number of GPUs of each node. Raises UsageError if they differ and the requested number is unknown.
+    """Return the number of GPUs of each node; None if unknown. Raises UsageError if nodes have different numbers and
+    the requested number is unknown.
 
-    The environment has the number of this node, or the requested number. Slurm is asked about the other nodes, unless
+    The environment contains this node's number, or the requested number. Slurm is queried for the other nodes, unless
     this node has exactly the requested number.
     """
     here = _gpus_here(environment)
@@ -218,7 +223,8 @@ def _gpus(job: str, environment: Mapping[str, str], nodes: Sequence[str], slurm:
 
 
 def _gpus_here(environment: Mapping[str, str]) -> int | None:
-    """Return the number in `SLURM_GPUS_ON_NODE=8`, else the count of indices in `SLURM_JOB_GPUS=0,1`."""
+    """Return this node's number of GPUs: from `SLURM_GPUS_ON_NODE=8`, else by counting indices as in
+    `SLURM_JOB_GPUS=0,1`."""
     on_node = environment.get("SLURM_GPUS_ON_NODE", "")
     if on_node.isdigit():
         return int(on_node)
@@ -237,10 +243,10 @@ def batch_script(slurm: Slurm, job_id: str) -> str | None:
 
 
 def no_kill_seen(environment: Mapping[str, str], script: str | None) -> bool:
-    """Return whether sbatch got --no-kill, as far as can be seen: Slurm itself never reports it (22.05 to 24.11).
+    """Return whether sbatch received --no-kill, as far as visible: Slurm itself never reports it (22.05 to 24.11).
 
-    `script`: the batch script's text, None if it is not available. The option leaves no trace if given on sbatch's own
-    command line.
+    `script`: the batch script's text, None if it is not available. The option is invisible if it was given on sbatch's
+    own command line.
     """
     if environment.get("SBATCH_NO_KILL", "off") != "off":
         return True
@@ -248,7 +254,7 @@ def no_kill_seen(environment: Mapping[str, str], script: str | None) -> bool:
 
 
 def requeue_asked(environment: Mapping[str, str], script: str | None) -> bool | None:
-    """Return whether sbatch got --requeue or --no-requeue, as far as can be seen; None if neither is seen."""
+    """Return True if sbatch received --requeue, False for --no-requeue, None if neither is visible."""
     if "SBATCH_REQUEUE" in environment:
         return True
     if "SBATCH_NO_REQUEUE" in environment:
@@ -271,10 +277,10 @@ def addresses(slurm: Slurm, nodes: Sequence[str]) -> dict[str, str]:
 
 
 def own_address(own: str, others: Sequence[str]) -> str:
-    """Return the address of this machine that other nodes can connect to. Raises UsageError.
+    """Return an address of this machine to which other nodes can connect. Raises UsageError if there is none.
 
-    `own`, `others`: names or addresses of this node and the others. If this node's name resolves to loopback only, as
-    is common in /etc/hosts, the source address of packets to the other nodes is used.
+    `own` and `others`: names or addresses of this node and of the other nodes. If this node's name resolves only to
+    loopback addresses, as is common in /etc/hosts, the source address of packets to the other nodes is used.
     """
     theirs = [_resolve(name) for name in others]
     alone = all(resolved and all(map(_is_loopback, resolved)) for resolved in theirs)
@@ -319,7 +325,7 @@ def _is_ours(address: str) -> bool:
 
 
 def _source_of_packets_to(address: str) -> str | None:
-    """Return the source address of packets to an address. No packet is sent."""
+    """Return the source address of packets to `address`; None if there is no route. No packet is sent."""
     try:
         with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))

@@ -1,8 +1,8 @@
-"""Options of a batch script, and whether Slurm's warning before the time limit reaches `resihp run` in it.
+"""Options of a batch script, and whether Slurm's signal before the time limit reaches `resihp run`.
 
 With `--signal=B:USR2@300`, Slurm signals only the batch script's shell. If `resihp run` replaces the shell (`exec`), it
-gets the signal; a shell that waits for `resihp run` dies of it, and the job ends unsaved. Only visible options are
-known: one on sbatch's own command line leaves no trace. Decides nothing. Used by `resihp run` and doctor.
+receives the signal. A shell that waits for `resihp run` dies of the signal, and the job ends without saving. Options on
+sbatch's own command line are invisible. Decides nothing. Used by `resihp run` and `resihp doctor`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 import psutil
 
 HANDLED_SIGNALS = frozenset({"USR1", "USR2", "TERM", "INT", "HUP"})
-"""Signals that `resihp run` handles; of others its process dies, as the shell would."""
+"""Signals that `resihp run` handles. Any other signal kills it, as it would kill the shell."""
 
 _SIGNAL = re.compile(r"(?:([BR]{1,2}):)?([A-Za-z0-9]+)(?:@[0-9]+)?")
 _RUN = re.compile(r"(?:\bresihp|-m\s+wrapper)\s+run\b")
@@ -36,7 +36,8 @@ def options(script: str | None) -> Iterator[str]:
 
 
 def warning(environment: Mapping[str, str], script: str | None) -> str | None:
-    """Return the signal that Slurm was asked to send to the batch script alone, as `USR2`; None if none is visible."""
+    """Return the signal, such as `USR2`, that Slurm was asked to send to the batch script alone; None if no such
+    request is visible."""
     requested = environment.get("SBATCH_SIGNAL", "")
     for word, following in itertools.pairwise([*options(script), ""]):
         name, separator, value = word.partition("=")
@@ -63,10 +64,10 @@ def is_trapped(name: str, script: str | None) -> bool:
 
 
 def lost_warning(environment: Mapping[str, str], script: str | None) -> str | None:
-    """Return why Slurm's warning would end the job instead of saving it, and the remedy, for `resihp run`; None if it
-    would not.
+    """Return the reason why Slurm's signal would end the job without saving, and the remedy; None if the signal is
+    handled. For `resihp run`.
 
-    A shell that waits for us still exists: then the process that Slurm started is one of our ancestors.
+    If a shell waits for this process, the process that Slurm started is one of its ancestors.
     """
     name = warning(environment, script)
     if name is None or is_trapped(name, script):
@@ -83,7 +84,8 @@ def lost_warning(environment: Mapping[str, str], script: str | None) -> str | No
 
 
 def warning_would_be_lost(environment: Mapping[str, str], script: str | None) -> str | None:
-    """Return the same for doctor, judged by the script's text, because doctor is not started by the script."""
+    """Return the reason why Slurm's signal would end the job without saving, and the remedy; None if the signal is
+    handled. For `resihp doctor`, which the script does not start: judged by the script's text."""
     name = warning(environment, script)
     if name is None or is_trapped(name, script):
         return None

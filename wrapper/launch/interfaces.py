@@ -1,8 +1,8 @@
-"""Network interfaces of this node: which ones `[network]` selects, and which exist if it selects none.
+"""Network interfaces of this node: those that `[network]` selects, and those that exist.
 
-`interface` selects those of the workers (NCCL, gloo), `control` that of our own connections. Each is a list of names or
-of beginnings of names, as `ib0` or `ib,eth1`, because nodes may number their interfaces differently. Used by
-`wrapper.commands.run`, `wrapper.agent.process`, and the doctor.
+`interface` selects the interfaces of the workers (NCCL, gloo), and `control` those of resihp's own connections. Each is
+a list of names or of beginnings of names, such as `ib0` or `ib,eth1`, because nodes may number their interfaces
+differently. Used by `wrapper.commands.run`, `wrapper.agent.process`, and the doctor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from resihp.errors import ConfigurationError
 
 
 def present() -> dict[str, str]:
-    """Return the interfaces that are up, with an address that others can connect to; IPv4 before IPv6."""
+    """Return the interfaces that are up, each with an address to which other nodes can connect; IPv4 is preferred over
+    IPv6."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     by_name: dict[str, str] = {}
     for name, addresses in psutil.net_if_addrs().items():
@@ -39,7 +40,8 @@ def _parsed(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def meant(wanted: str, available: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the available interfaces that `wanted` selects, in its order: by exact name, else by their beginnings."""
+    """Return the available interfaces that `wanted` selects, in its order. Each name in it selects the interface with
+    exactly this name, or else those that begin with it."""
     names: dict[str, None] = {}
     for name in wanted.split(","):
         exact = (
@@ -58,8 +60,8 @@ def missing(wanted: str, available: Mapping[str, str]) -> str:
 
 
 def of_workers(wanted: str) -> dict[str, str]:
-    """Return the variables that set the interfaces for NCCL and gloo; gloo gets the first. Raises ConfigurationError if
-    there are none."""
+    """Return the variables that set the interfaces of NCCL and gloo; gloo uses only the first. Raises
+    ConfigurationError if `wanted` selects none."""
     available = present()
     names = meant(wanted, available)
     if not names:
@@ -68,8 +70,8 @@ def of_workers(wanted: str) -> dict[str, str]:
 
 
 def address_of(wanted: str, node: str) -> str:
-    """Return the address on which our own processes on this node listen. Raises ConfigurationError without such an
-    interface."""
+    """Return the address on which resihp's own processes on this node listen. Raises ConfigurationError if `wanted`
+    selects no interface."""
     available = present()
     names = meant(wanted, available)
     if not names:

@@ -1,6 +1,7 @@
-"""Launchers start agents and report their exits. `LocalLauncher`: processes on this machine, as virtual nodes.
+"""Launchers start agents and report their exits at once. `LocalLauncher` starts them as processes of this machine, on
+virtual nodes.
 
-Used by the supervisor only. The Slurm launcher does the same with one `srun` step. An agent's exit is reported at once.
+Used only by the supervisor. Under Slurm, `wrapper.launch.slurm_launcher` does the same with one `srun` step.
 """
 
 from __future__ import annotations
@@ -23,25 +24,26 @@ from wrapper.job_folder import Job
 from wrapper.strict_modes import private
 
 NO_JOB_STATUS = 3
-"""Exit status of an agent that cannot read the run's file: the job's folder does not exist on its node."""
+"""Exit status of an agent that cannot read the run file, because the job's folder does not exist on its node."""
 NO_SUPERVISOR_STATUS = 4
 """Exit status of an agent that no supervisor ever answered."""
 EXECVE_FAILED = 2
-"""Exit status of a task whose program cannot be started on its node (slurmstepd)."""
+"""Exit status that slurmstepd reports for a task whose program cannot be started on its node."""
 NOT_LAUNCHED = 127
-"""Status of an agent that slurmd did not start, with a reason."""
+"""Status of an agent that slurmd refused to start, with a reason."""
 CANNOT_START = frozenset({NO_JOB_STATUS, EXECVE_FAILED, NOT_LAUNCHED})
-"""Statuses that another run would get again on the same node."""
+"""Exit statuses that another start on the same node would have again."""
 
 AgentEnded = Callable[[str, int | None], None]
-"""Called in the event loop with the node and its agent's exit status: negative for a signal, None if it is unknown."""
+"""Callback in the event loop, with the node and its agent's exit status: negative for a signal, None if it is
+unknown."""
 
 
 class Launcher(Protocol):
     """Starts one agent for each node of the job."""
 
     host: str
-    """Address of the interface that the supervisor listens on: never all of them."""
+    """The one address on which the supervisor listens."""
 
     nodes: tuple[str, ...]
 
@@ -49,31 +51,33 @@ class Launcher(Protocol):
     """Network settings for the workers' libraries."""
 
     async def start(self, port: int, ended: AgentEnded) -> None:
-        """Start all agents; they will connect to `host`:`port`."""
+        """Start all agents; they connect to `host`:`port`."""
 
     def adopt(self, node: str, pid: int, ended: AgentEnded) -> None:
-        """Take over an agent that was started for an earlier supervisor, instead of `start`."""
+        """Take over an agent that an earlier supervisor started. Called instead of `start`."""
 
     def kill(self, node: str) -> None:
-        """SIGKILL every process of the node. No error if none is left."""
+        """Kill every process of the node with SIGKILL. No error if none is left."""
 
     async def wait(self, timeout_s: float) -> bool:
-        """Wait for all agents to end; return False if some are left after `timeout_s`."""
+        """Wait for all agents to exit; return False if some are still running after `timeout_s`."""
 
 
 def own_environment() -> dict[str, str]:
-    """Return the environment of our own processes: the user's, without modules of theirs that could shadow ours."""
+    """Return the environment of resihp's own processes: the user's, without Python modules of the user that could
+    shadow resihp's."""
     return command_call.own_environment(os.environ)
 
 
 class LocalLauncher:
-    """Launcher for virtual nodes n1..nN, each an agent in a process group of its own."""
+    """Launcher for virtual nodes n1..nN, each with an agent in its own process group."""
 
     host = "127.0.0.1"
     worker_environment: Mapping[str, str] = {"GLOO_SOCKET_IFNAME": "lo"}
 
     def __init__(self, job: Job, run_file: Path, nodes: int, preloading: socket.socket | None = None) -> None:
-        """`preloading`: socket of the process that forks a fork server for each node (`wrapper.launch.preloading`)."""
+        """`preloading`: socket of the process that forks a fork server for each node (`wrapper.launch.preloading`);
+        None if there is none."""
         self._preloading = None if preloading is None else LocalChannel(preloading)
         self._job = job
         self._run_file = run_file
@@ -113,7 +117,7 @@ class LocalLauncher:
         return process
 
     def adopt(self, node: str, pid: int, ended: AgentEnded) -> None:
-        """Take over an agent whose process is not our child: its exit can be observed, but not its status."""
+        """Take over an agent that is not a child process. Its exit can be observed, but not its exit status."""
         if node not in self.nodes or node in self._groups:
             return
         try:
@@ -156,9 +160,9 @@ class LocalLauncher:
 
 
 class Followers:
-    """The launcher of a successor: it has started no agents and cannot kill any; it only has their connections.
+    """The launcher of a successor, which has started no agents and cannot kill any: it only has their connections.
 
-    `nodes`: the nodes that are in the journal.
+    `nodes`: the nodes in the journal.
     """
 
     worker_environment: Mapping[str, str] = {}

@@ -1,9 +1,9 @@
-"""Listening sockets for other nodes: on one address, and on a port that the site's firewall allows.
+"""Listening sockets for other nodes: on one address, and on a port that the site's firewall permits.
 
-Every listener between nodes is made by `listen`: the guardian's, a successor's, those of agents for their peers, the
-doctor's. `[slurm] ports` is the range; without one the kernel chooses a port. The libraries of the training (gloo,
-NCCL) choose their own, except for the port where ranks of a script without resihp meet (`KeptPort`). Decides only which
-port is tried first.
+Every listener between nodes is made by `listen`: those of the guardian, a successor, agents that listen for peers, and
+the doctor. `[slurm] ports` is the range of ports; without it the kernel chooses a port. The libraries of the training
+(gloo, NCCL) choose their own ports, except for the port where ranks of a script without resihp rendezvous (`KeptPort`).
+Decides only which port is tried first.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ Ports = tuple[int, int]
 
 
 def listen(host: str, ports: Ports | None = None) -> socket.socket:
-    """Listen on this address. Raises UsageError if the address is not this machine's, or no port of the range is free.
+    """Listen on this address. Raises UsageError if the address is not this machine's, or if no port of the range is
+    free.
 
-    Starts at a random port of the range: jobs that share a node seldom try the same.
+    Starts at a random port of the range, so that jobs that share a node seldom try the same port.
     """
     if ports is None:
         return _bound(host, 0)
@@ -72,11 +73,12 @@ def _advice(error: OSError) -> str:
 
 
 class KeptPort:
-    """A port of this machine that is reserved for a process that gets its number later: bound, and not listening.
+    """A port of this machine that is reserved for another process, which learns its number later: bound, but not
+    listening.
 
-    The kernel does not give it to a process that asks for any port, such as other jobs' stores and all outgoing
-    connections. The process that listens there must set SO_REUSEADDR, as torch's store does, and may listen repeatedly.
-    `port` is 0 if none is free.
+    The kernel does not assign the port to processes that ask for any port, such as stores of other jobs, and outgoing
+    connections. The process that will listen on it must set SO_REUSEADDR, as torch's store does, and may listen
+    repeatedly. `port` is 0 if no port is free.
     """
 
     def __init__(self) -> None:
@@ -88,19 +90,21 @@ class KeptPort:
             if family == socket.AF_INET6:
                 self._kept.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             self._kept.bind(("", 0))
-            # Set only now: with it, the kernel could give us a port that another process reserves in the same way.
+            # Set only after bind: otherwise the kernel could assign a port that another process reserves in this way.
             self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self.port = int(self._kept.getsockname()[1])
 
     def watch(self) -> None:
-        """Observe connections to the port, now that no process will listen on it any more. Clients are disconnected."""
+        """Observe whether clients connect to the port, now that no process will listen on it. Clients are
+        disconnected."""
         with suppress(OSError):  # a process listens after all
             self._kept.listen()
             self._kept.setblocking(False)
             self._watches = True
 
     def is_used(self) -> bool:
-        """Return whether a process listens on the port, on any address, or a client has tried to connect."""
+        """Return whether a process listens on the port, on any address, or whether a client has tried to connect after
+        `watch`."""
         if self._watches:
             with suppress(OSError):
                 self._kept.accept()[0].close()
@@ -120,9 +124,9 @@ class KeptPort:
 
 
 _LISTENS = "0A"
-"""State of a listening socket in proc(5)."""
+"""State of a listening socket in /proc/net/tcp (proc(5))."""
 
 
 def format_range(ports: Ports) -> str:
-    """Return a range as in the configuration."""
+    """Return a range of ports in the configuration's format."""
     return f"{ports[0]}-{ports[1]}"

@@ -1,12 +1,12 @@
-"""A shared process for the virtual nodes of one machine that imports the training libraries once.
+"""A process that imports the training libraries once for all virtual nodes of one machine.
 
-It is the first process that the guardian starts, and ends with the guardian; the launcher announces each agent to it,
-and it forks that agent's fork server (`resihp.worker.forkserver --shared`). Decides nothing. Nodes of Slurm, and
-containers, start a fork server each.
+It is the first process that the guardian starts, and ends with the guardian. The launcher announces each agent to it,
+and it forks that agent's fork server (`resihp.worker.forkserver --shared`). Decides nothing. Under Slurm, and with
+containers, each node starts its own fork server instead.
 
 The environment variable FOR_TESTS names the socket of such a process that already runs, so that a run of tests imports
-once: local jobs use it, and so do agents that Slurm started. It must belong to the same user and have our interpreter
-and the usual imports.
+the libraries once. Local jobs use it, and so do agents that Slurm started. The process must belong to the same user and
+have the same interpreter and the usual imports.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from wrapper.strict_modes import private
 
 FOR_TESTS = "RESIHP_FORK_SERVER"
 EXIT_TIMEOUT_S = 2.0
-"""How long the process may take to exit after all nodes have."""
+"""How long the process may take to exit after all nodes have ended."""
 
 
 @contextmanager
 def preloading(request: RunRequest) -> Iterator[socket.socket | None]:
-    """Run the process; yield its socket, for the launcher. Yields None if each node starts a fork server of its own."""
+    """Run the process, and yield its socket for the launcher; yield None if each node starts its own fork server."""
     if request.slurm is not None or request.container is not None:
         yield None
         return
@@ -78,7 +78,8 @@ def _start(request: RunRequest, theirs: socket.socket) -> subprocess.Popen[bytes
 
 
 def for_agent(request: RunRequest, node: str) -> socket.socket | None:
-    """Return the socket to a node's own fork server, forked by the process that FOR_TESTS names; None without one."""
+    """Return the socket to a fork server for this node, forked by the process that FOR_TESTS names; None if there is no
+    such process."""
     running = _running(request)
     if running is None:
         return None

@@ -1,9 +1,10 @@
 """Starts agents on the nodes of a Slurm allocation by one `srun` step, and reads their exits from srun's messages.
 
-srun runs in a session of its own and writes to files on local disk, so it outlives the supervisor; a supervisor that is
-started again finds it by its pid (`adopt`). Agents write their logs themselves; their output does not go through srun.
-An agent's exit status is taken from srun's messages if they report it. Slurm's messages that a *node* failed are
-ignored: connections show that sooner. The user cannot kill one node's part of a step, except through the agent itself.
+srun runs in its own session and writes to files on local disk, so it outlives the supervisor; a restarted supervisor
+finds it by its process id (`adopt`). Agents write their logs themselves; their output does not pass through srun. An
+agent's exit status is taken from srun's messages if they report it. Slurm's messages that a *node* failed are ignored,
+because broken connections show it sooner. The user cannot kill one node's part of a step, except through the agent
+itself.
 
 Used by the supervisor under Slurm, in place of `wrapper.launch.launcher.LocalLauncher`. Decides nothing.
 """
@@ -30,21 +31,21 @@ Say = Callable[[Literal["warning", "error"], str], None]
 
 LOOK_EVERY_S = 0.25
 GATHER_WINDOW_S = 1.0
-"""Nodes with the same problem are reported together, after no further one was found for this long."""
+"""Nodes with the same problem are reported together, once no further node was found for this long."""
 MAX_MESSAGES = 20
-"""Most messages of srun that are passed on to the user."""
+"""Limit on the messages of srun that are shown to the user."""
 
 _KEPT = re.compile(
     r"SLURM_(CONF|JOB_ID|JOBID|CLUSTERS|CLUSTER_NAME|WORKING_CLUSTER|RESTART_COUNT|SUBMIT_DIR|SUBMIT_HOST)"
     r"|SLURM_JOB_(USER|UID|GID|NAME|PARTITION|ACCOUNT|QOS|RESERVATION|START_TIME|END_TIME)"
     r"|SLURM_ARRAY_(JOB_ID|TASK_ID|TASK_COUNT|TASK_MIN|TASK_MAX|TASK_STEP)"
 )
-"""Variables of Slurm that are kept: those that name the job. Others are options of srun, some of them stale after a
-node died."""
+"""Variables of Slurm that srun receives: those that identify the job. The others are options of srun, some of them
+outdated after a node died."""
 
 
 def step_environment() -> dict[str, str]:
-    """Return our environment for srun, without variables that would override its options."""
+    """Return this process's environment for srun, without variables that would override srun's options."""
     return {
         name: value
         for name, value in own_environment().items()
@@ -53,7 +54,7 @@ def step_environment() -> dict[str, str]:
 
 
 def step_command(request: RunRequest, address: str, *, srun: str = "srun") -> list[str]:
-    """Return the command that starts one agent on each node, with all the job's resources there. Each option overrides
+    """Return the command that starts one agent on each node, with all resources of the job there. Each option overrides
     an inherited setting."""
     assert request.slurm is not None
     slurm, count = request.slurm, len(request.settings.node_names)
@@ -98,10 +99,10 @@ def step_command(request: RunRequest, address: str, *, srun: str = "srun") -> li
 
 
 class SlurmLauncher:
-    """The launcher; see the module. `say` gets messages for the user, a line at a time."""
+    """Launcher by one srun step (see the module). `say` shows messages to the user, one line at a time."""
 
     worker_environment: Mapping[str, str] = {}
-    """Empty: the workers' libraries find the interface by themselves, or from the user's variables."""
+    """Empty: the workers' libraries choose the interface by themselves, or by the user's variables."""
 
     def __init__(
         self, request: RunRequest, host: str, say: Say = lambda level, text: None, *, srun: str = "srun"
@@ -121,10 +122,10 @@ class SlurmLauncher:
         self._reported_count = 0
         self._given_up: set[str] = set()
         self._bytes_before = 0
-        """Bytes of srun's messages that an earlier supervisor has passed on."""
+        """Number of bytes of srun's messages that an earlier supervisor has already reported."""
 
     async def start(self, port: int, ended: AgentEnded) -> None:
-        """Start the step. Raises ResihpError if there is no srun."""
+        """Start the step. Raises ResihpError if srun is missing."""
         command = step_command(self._request, f"{_bracketed(self.host)}:{port}", srun=self._srun)
         with open(self._messages_file, "wb", opener=private) as messages:
             try:
@@ -142,7 +143,7 @@ class SlurmLauncher:
         self._watch(self._until_exit(process, ended), ended)
 
     def adopt(self, node: str, pid: int, ended: AgentEnded) -> None:
-        """Watch the step that an earlier supervisor on this machine started; its agents connect by themselves."""
+        """Watch the step that an earlier supervisor on this machine started. The agents connect by themselves."""
         if self._watches:
             return
         handle = self._handle()
@@ -152,14 +153,15 @@ class SlurmLauncher:
 
     def kill(self, node: str) -> None:
         """Stop waiting for the node's agent, which cannot be killed (see the module). Processes on a lost node are
-        fenced by their epoch."""
+        refused by their epoch."""
         self._given_up.add(node)
         if self._given_up.issuperset(self.nodes):
             self._report_troubles()  # `_listen` may not run again
             self._over.set()
 
     async def wait(self, timeout_s: float) -> bool:
-        """Wait for the step, and so for all agents, to end. Returns at once if there is no step that we can observe."""
+        """Wait for the end of the step, and so of all agents; return False after `timeout_s`. Returns True at once if
+        no step can be observed."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._over.wait()
@@ -189,7 +191,7 @@ class SlurmLauncher:
                 ended(node, status)
 
     async def _until_gone(self, handle: int) -> None:
-        """Wait for a process that is not our child: its exit can be observed, but not its status."""
+        """Wait for the exit of a process that is not a child process; its exit status cannot be observed."""
         loop, has_exited = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(handle, has_exited.set)
         try:
@@ -199,7 +201,7 @@ class SlurmLauncher:
             os.close(handle)
 
     def _handle(self) -> int | None:
-        """Return a descriptor of the srun that an earlier supervisor started, if it still runs."""
+        """Return a descriptor of the srun process that an earlier supervisor started; None if it no longer runs."""
         try:
             pid = int(self._pid_file.read_text())
             handle = os.pidfd_open(pid)
@@ -263,7 +265,8 @@ class SlurmLauncher:
 
 
 class SrunLine:
-    """One line of srun: the agents whose exit it reports, with their status; or else just its text."""
+    """One line of srun's output. `ends`: (node, exit status) of the agents with exits that the line reports; empty for
+    other lines."""
 
     def __init__(self, text: str, ends: Sequence[tuple[str, int]] = ()) -> None:
         self.text = text
@@ -275,9 +278,10 @@ _EXITED = re.compile(rf"srun: error: (?P<hosts>\S+): {_TASKS}: Exited with exit 
 _SIGNALLED = re.compile(rf"srun: error: (?P<hosts>\S+): {_TASKS}: (?P<signal>[A-Z][A-Za-z0-9 /]*?)( \(core dumped\))?")
 _FAILED = re.compile(rf"srun: error: {_TASKS} launch failed: (?P<reason>.*)")
 _HARMLESS = ("lacks support for cpu binding", "srun: Force Terminated", "Node failure on", "STEP ", "JOB ")
-"""Slurm's messages about nodes and the end of the step: both are known from elsewhere."""
+"""Parts of Slurm's messages about nodes and about the end of the step, which are known from other sources."""
 _SIGNALS = {signal.strsignal(number): int(number) for number in signal.Signals} | {"Out Of Memory": int(signal.SIGKILL)}
-"""Signal numbers by srun's names; the last is its name for a task that the kernel killed for its memory limit."""
+"""Signal numbers by the names that srun prints; srun prints the last name for a task which the kernel killed for its
+memory limit."""
 
 
 class Messages:
@@ -288,7 +292,7 @@ class Messages:
         self._rest = b""
         self.bytes_read = 0
         self.launched = False
-        """Whether a message about a task was read, so that the step did start."""
+        """Whether a message about a task was read, which shows that the step did start."""
 
     def feed(self, new: bytes) -> list[SrunLine]:
         self.bytes_read += len(new)

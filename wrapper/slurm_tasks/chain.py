@@ -1,9 +1,10 @@
-"""Stops a chain of jobs whose training program is broken: the job that finds out leaves a note for those that wait.
+"""Stops a chain of jobs with a broken training program: the job that finds it broken leaves a note for the waiting
+jobs.
 
-A job of a chain (`--resume-or-start`) that ends with 93 leaves a note beside the checkpoints that all of them share. A
-job that was submitted before the note ends at once, with 93 as well; a job that is submitted afterwards runs, because
-its user is assumed to have fixed the program. If the note cannot be written or read, or Slurm does not report when the
-job was submitted, the job runs. Called by `resihp run` and the supervisor's process.
+A job of a chain (`--resume-or-start`) that ends with exit code 93 leaves a note beside the checkpoints that all jobs of
+the chain share. A job that was submitted before the note ends at once, with 93 as well. A job that is submitted
+afterwards runs, because its user is assumed to have fixed the program. If the note cannot be written or read, or if
+Slurm does not report the job's submission time, the job runs. Called by `resihp run` and by the supervisor's process.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from wrapper.job_folder import write_private
 
 NOTE_FILE = "broken.json"
 TEMPLATES_NAME = "resihp-chain"
-"""Name of a chain's jobs in the template, in which each job waits for all jobs of this name."""
+"""Name of a chain's jobs in the template, where each job waits for all jobs of this name."""
 
 
 class Broken(msgspec.Struct, frozen=True, kw_only=True):
-    """The note: the job that found out, the time (UTC, seconds since 1970), and its reason for giving up."""
+    """The note. `job`: the job that found the program broken; `at`: time in UTC, seconds since 1970; `reason`: why that
+    job ended."""
 
     job: str
     at: float
@@ -36,7 +38,7 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def leave_note(request: RunRequest, records: Iterable[Record], say: Callable[[str], None]) -> None:
-    """Leave the note after the job has ended with 93, for the jobs that wait behind it."""
+    """Write the note for the waiting jobs, after the job has ended with exit code 93."""
     reason = next((record.entry.reason for record in records if isinstance(record.entry, JobEnded)), "")
     note = Path(request.checkpoint_folder) / NOTE_FILE
     try:
@@ -49,7 +51,7 @@ def leave_note(request: RunRequest, records: Iterable[Record], say: Callable[[st
 
 
 def check(folder: Path, job_id: str, slurm: Slurm, notice: Callable[[str], None]) -> None:
-    """Raise TrainingProgramError if the training program was found broken after the job was submitted."""
+    """Raise TrainingProgramError if the training program was found broken after the job `job_id` was submitted."""
     note = folder / NOTE_FILE
     try:
         broken = msgspec.json.decode(note.read_bytes(), type=Broken)

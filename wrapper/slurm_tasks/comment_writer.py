@@ -1,6 +1,6 @@
-"""Writes a job's progress into its comment in Slurm at intervals, behind the text that somebody else has put there.
+"""Writes a job's progress into its comment in Slurm at intervals, behind the text that others have written there.
 
-After Slurm has refused once, no more is written. The text is `wrapper.slurm_tasks.job_comment`'s. Called by
+Stops after Slurm has refused once. `wrapper.slurm_tasks.job_comment` makes the text. Called by
 `wrapper.slurm_tasks.desk`.
 """
 
@@ -19,13 +19,13 @@ from wrapper.slurm_tasks.own_job import OwnJob
 
 COMMENT_EVERY_S = 600.0
 MIN_COMMENT_PAUSE_S = 60.0
-"""Shortest pause before the comment after a lost node; the one at the end is written at once."""
+"""Shortest pause before the comment about a lost node. The comment about the job's end is written at once."""
 
 _log = logging.getLogger("slurm")
 
 
 class CommentWriter:
-    """The writer. `is_finished`: the last comment was written, or Slurm refused."""
+    """Writer of one job's comment. `is_finished`: the last comment was written, or Slurm has refused."""
 
     def __init__(
         self,
@@ -44,15 +44,15 @@ class CommentWriter:
         self._clock = clock
         self._now = now
         self._theirs: str | None = None
-        """The present comment in Slurm, as last seen; None if it was never seen."""
+        """The comment in Slurm as last seen; None if it was never seen."""
         self._commented_at = float("-inf")
 
     def pause_s(self) -> float:
-        """Return the seconds until the next comment may be written, after a lost node or the end of the job."""
+        """Return the seconds until the comment about a lost node or about the job's end may be written."""
         return 0.0 if self._comment.ended else max(0.0, self._commented_at + MIN_COMMENT_PAUSE_S - self._clock())
 
     def write(self) -> Done:
-        """Write the comment, unless the last one was written."""
+        """Write the comment, unless the last one was written, and plan the next one."""
         if self.is_finished:
             return Done()
         events: list[api.AnyEvent] = []

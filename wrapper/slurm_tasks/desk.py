@@ -1,9 +1,10 @@
-"""Carries out the supervisor's requests to Slurm in the background, one at a time; answers become events.
+"""Carries out the supervisor's requests to Slurm in the background, one at a time. Answers become events for the
+controller.
 
-Decides when to ask Slurm again, and translates its views for the controller, which decides everything else. For a
-healthy job it asks every few minutes for the job's time limit, which may be changed, and for its nodes. A missing
-answer is reported as "unknown", or the question is repeated with growing pauses; it is never taken for an answer.
-Nothing in here ever ends the job: problems are logged. Owned by `wrapper.supervisor.shell`.
+Decides when to query Slurm again, and translates Slurm's views for the controller, which decides everything else. For a
+healthy job, it queries Slurm every few minutes for the job's time limit, which may be changed, and for its nodes. A
+missing answer is reported as "unknown", or the query is repeated with growing pauses; a missing answer never counts as
+an answer. Nothing here ever ends the job: problems are logged. Owned by `wrapper.supervisor.shell`.
 
 Each kind of work is a module: `own_job`, `nodes`, `replacements`, `comment_writer`; `agenda` orders the work.
 """
@@ -32,15 +33,15 @@ from wrapper.slurm_tasks.replacements import Replacements, Submit
 
 FIRST_LOOK_S = 60.0
 CLOSE_TIMEOUT_S = 20.0
-"""Time to cancel open requests after the job has ended."""
+"""Time limit of cancelling open requests after the job has ended."""
 LAST_COMMENT_TIMEOUT_S = 6.0
-"""How long the end of the job waits for its comment to be written."""
+"""How long the end of the job waits until its last comment is written."""
 
 _log = logging.getLogger("slurm")
 
 
 class SlurmDesk:
-    """The desk; see the module. `event` hands an event to the controller, in the event loop."""
+    """The Slurm desk of one job (see the module). `event` hands an event to the controller, in the event loop."""
 
     def __init__(
         self,
@@ -54,8 +55,9 @@ class SlurmDesk:
         now: Callable[[], float] = time.time,
         comment: JobComment | None = None,
     ) -> None:
-        """`clock` is monotonic; `now` is UTC in seconds since 1970. So is `end_time`, the job's time limit, if it was
-        known at the job's start; else Slurm is asked. `comment`: the text of the job's comment."""
+        """`clock` is monotonic; `now` returns UTC in seconds since 1970. `end_time`: the end of the job's time limit,
+        in the time of `now`, if it was known at the job's start; None to query Slurm. `comment`: the text of the job's
+        comment, None for no comment."""
         assert request.slurm is not None
         self._event = event
         slurm = slurm or Polite(CommandLine())
@@ -90,7 +92,7 @@ class SlurmDesk:
         | api.AskWhy
         | api.AskTimeLeft,
     ) -> None:
-        """Carry out an action in the background; the answer comes as an event."""
+        """Carry out an action in the background; its result becomes an event."""
         plan = self._agenda.plan
         match action:
             case api.DrainNode():
@@ -123,11 +125,11 @@ class SlurmDesk:
                 pass
 
     async def turn(self) -> float:
-        """Do all work that is due; return the seconds until more is."""
+        """Do all work that is due; return the seconds until further work is due."""
         async with self._turn:
             while (work := self._agenda.due()) is not None:
                 self._doing = asyncio.ensure_future(self._do(work))
-                await asyncio.shield(self._doing)  # if we are cancelled, its follow-up work is still planned
+                await asyncio.shield(self._doing)  # if this task is cancelled, the follow-up work is still planned
         return self._agenda.pause_s(LOOK_EVERY_S)
 
     async def _do(self, work: Work) -> None:
@@ -142,8 +144,8 @@ class SlurmDesk:
             self._event(event)
 
     async def close(self) -> None:
-        """Do the drains that are still to be done, and cancel all replacement requests, joined or not: the job has
-        ended."""
+        """After the job has ended: do the remaining drains, and cancel all replacement requests, whether or not their
+        nodes have joined."""
         self._agenda.keep("drain")
         self._agenda.plan("close", 0.0, self._replacements.cancel_all)
         try:

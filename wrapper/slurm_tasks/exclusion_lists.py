@@ -1,9 +1,9 @@
-"""The lists that keep nodes out of a user's jobs, whichever folder these are submitted from.
+"""The lists that exclude nodes from a user's jobs, whichever folder the jobs are submitted from.
 
-Each home of the user has a list, to which its jobs add nodes; the user's own list, beside the registry of jobs, has the
-nodes of `resihp node exclude`, which does not depend on a folder. Every submission respects all lists. Used by `resihp
-node`, `resihp submit`, a job's requests for replacements, and `resihp run`, which reports excluded nodes that it was
-given all the same.
+Each home (RESIHP_HOME) of the user has a list, to which its jobs add nodes. The user's own list is stored beside the
+registry of jobs, independent of any home, and contains the nodes of `resihp node exclude`. Every submission respects
+all lists. Used by `resihp node`, `resihp submit`, a job's requests for replacements, and `resihp run`, which reports
+excluded nodes in its allocation.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ def own(cluster: str) -> Exclusions | None:
 
 
 def lists(cluster: str, here: Path | None = None) -> list[Exclusions]:
-    """Return the existing lists: of this home (or of `here`), the user's own, and of the user's other homes."""
+    """Return the existing exclusion lists: of this home (or of `here`), the user's own list, and of the user's other
+    homes."""
     return [exclusion_list for root in _roots(here) if (exclusion_list := Exclusions(root, cluster)).path.exists()]
 
 
 def to_avoid(slurm: Slurm, cluster: str, now: float, here: Path | None = None) -> tuple[str, ...]:
-    """Return names of nodes to leave out of a submission from this home, or from `here`. If other homes do not answer
-    soon, their lists are ignored, with a warning. Raises SlurmError."""
+    """Return the names of nodes to exclude from a submission from this home, or from `here`. If the folders of other
+    homes do not respond soon, their lists are ignored, with a warning. Raises SlurmError."""
     exclusions: list[Exclusion] = []
 
     def look() -> None:
@@ -49,12 +50,13 @@ def to_avoid(slurm: Slurm, cluster: str, now: float, here: Path | None = None) -
 
 
 def known_clusters() -> list[str]:
-    """Return the clusters of all lists, for when Slurm does not report its own name."""
+    """Return the clusters of all lists; used if Slurm does not report its own name."""
     return sorted({name for root in _roots() for name in clusters(root)})
 
 
 def known(exclusion_lists: Iterable[Exclusions]) -> list[Exclusion]:
-    """Return the exclusions of these lists, by name; of several for one node, the one that expires last."""
+    """Return the exclusions of these lists, sorted by node name. If a node has several, the one that expires last is
+    returned."""
     by_node: dict[str, Exclusion] = {}
     for exclusion_list in exclusion_lists:
         for item in exclusion_list.known():
@@ -64,8 +66,8 @@ def known(exclusion_lists: Iterable[Exclusions]) -> list[Exclusion]:
 
 
 def exclude(cluster: str, node: str, reason: str, until: float, now: float) -> Exclusion:
-    """Exclude a node from all of the user's jobs; it is added to this home's list as well, for running jobs of an older
-    version. Raises ExclusionError."""
+    """Exclude a node from all of the user's jobs. The node is also added to this home's list, for running jobs of an
+    older version. Raises ExclusionError."""
     here, mine = home(), own(cluster)
     if mine is None or is_our_home(here):
         places = [*([] if mine is None else [mine]), Exclusions(check_our_home(here), cluster)]
@@ -78,13 +80,13 @@ def exclude(cluster: str, node: str, reason: str, until: float, now: float) -> E
 
 
 def remove(cluster: str, node: str) -> bool:
-    """Remove a node from all lists; return False if none had it. Raises ExclusionError."""
+    """Remove a node from all lists; return False if it was in none. Raises ExclusionError."""
     return any([exclusion_list.remove(node) for exclusion_list in lists(cluster)])
 
 
 def given_all_the_same(cluster: str, nodes: Collection[str], now: float) -> list[Exclusion]:
-    """Return the nodes of an allocation that are excluded: a batch script that was given to sbatch directly respects no
-    list. Empty if the lists cannot be read soon: a job waits for no file system but its own."""
+    """Return the exclusions of nodes in an allocation: a batch script that was passed to sbatch directly ignores the
+    lists. Empty if the lists cannot be read soon, because a job waits for no file system except its own."""
     exclusions: list[Exclusion] = []
 
     def look() -> None:
@@ -95,8 +97,8 @@ def given_all_the_same(cluster: str, nodes: Collection[str], now: float) -> list
 
 
 def _roots(here: Path | None = None) -> list[Path]:
-    """Return the folders that may have lists, the home first. A `.resihp` of another user in the current folder is
-    ignored."""
+    """Return the folders that may have lists, this home first. A `.resihp` folder of another user in the current folder
+    is ignored."""
     if here is None:
         with suppress(OwnershipError):
             here = home()

@@ -1,9 +1,8 @@
-"""The text of a job's comment in Slurm: its progress, its lost nodes, and in the end its outcome.
+"""The text of a job's comment in Slurm: its progress, its lost nodes, and at the end its outcome.
 
-`after` and `comment_text` compute the text from the journal alone; `JobComment` listens to the journal
-(`wrapper.sinks.fanout`) and signals important news; `wrapper.slurm_tasks.comment_writer` decides how often to write.
-Slurm itself only knows how its own job ended: one whose training is completed under a successor counts there as
-cancelled.
+`after` and `comment_text` compute the text from the journal alone. `JobComment` listens to the journal
+(`wrapper.sinks.fanout`) and signals important news. `wrapper.slurm_tasks.comment_writer` decides how often to write.
+Slurm itself knows only how its own job ended: a job that was completed under a successor counts as cancelled there.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from wrapper.exit_codes import REQUEUE_REQUESTED
 
 @dataclass(frozen=True)
 class JobProgress:
-    """Progress of a run. `iteration`: the last committed one, earlier runs included; 0 for none."""
+    """Progress of a job. `iteration`: the last committed iteration, including those of earlier runs; 0 for none."""
 
     iteration: int = 0
     loss: float | None = None
@@ -42,9 +41,10 @@ def after(course: JobProgress, entry: journal.AnyEntry) -> JobProgress:
 
 
 def comment_text(course: JobProgress, run: int, at: float) -> str:
-    """Return `iteration 1200, loss 2.3100, 1 node lost, run 2 (2026-11-22 09:12 UTC)`. `run` counts from 1; `at`: now.
+    """Return a text such as `iteration 1200, loss 2.3100, 1 node lost, run 2 (2026-11-22 09:12 UTC)`. `run` counts from
+    1. `at`: current time, seconds since 1970.
 
-    The reason follows if the outcome is not "completed".
+    The reason is appended if the outcome is not "completed".
     """
     parts = [f"iteration {course.iteration}"] if course.iteration else ["no iteration"]
     if course.loss is not None:
@@ -61,7 +61,7 @@ def comment_text(course: JobProgress, run: int, at: float) -> str:
 
 
 def outcome(ended: journal.JobEnded) -> str:
-    """Return the outcome of a run in words: `completed`, `to be run again`, `failed with 5`, ..."""
+    """Return the outcome of a run as text: `completed`, `to be run again`, `failed with 5`, ..."""
     if ended.exit_code == REQUEUE_REQUESTED:
         return "to be run again"
     match ended.state:
@@ -74,7 +74,8 @@ def outcome(ended: journal.JobEnded) -> str:
 
 
 class JobComment:
-    """Listens to the journal. `changed` is called for news that should be written soon: a lost node, the end."""
+    """Listener of the journal that keeps the comment up to date. `changed` is called for news to write soon: a lost
+    node, or the job's end."""
 
     def __init__(self, request: RunRequest, past: Sequence[journal.Record] = ()) -> None:
         self.changed: Callable[[], None] = lambda: None
@@ -88,7 +89,7 @@ class JobComment:
         return self._course.ended is not None
 
     def text(self, at: float) -> str:
-        """Return the present text. Safe to call from another thread."""
+        """Return the current text for time `at`. May be called from another thread."""
         return comment_text(self._course, self._run, at)
 
     def submit(self, record: journal.Record) -> None:
@@ -101,7 +102,7 @@ class JobComment:
 
 
 def write_last_comment(request: RunRequest, records: Sequence[journal.Record], slurm: Slurm) -> None:
-    """Write the comment of a job whose supervisors are all dead. Raises SlurmError."""
+    """Write the last comment of a job without a live supervisor. Raises SlurmError."""
     assert request.slurm is not None
     view = slurm.job(request.slurm.job_id)
     if view is not None and request.slurm.comment:

@@ -1,6 +1,7 @@
-"""The job's nodes: Slurm's view of them, reported when it changes; and the drain ladder for a node with a verdict.
+"""The job's nodes: reports Slurm's view of them when it changes, and takes the steps of the drain ladder for a node
+with a verdict.
 
-The controller decides which node gets the next rung; `slurm.drains.drain` defines the rungs. Called by
+The controller decides when the ladder is used for a node; `slurm.drains.drain` defines the steps. Called by
 `wrapper.slurm_tasks.desk`.
 """
 
@@ -21,13 +22,13 @@ from wrapper.slurm_tasks.agenda import Done
 from wrapper.slurm_tasks.replacements import Replacements
 
 LOOK_EVERY_S = 180.0
-"""Time between looks at the nodes, all in one call, while no change is known."""
+"""Time between two queries for the nodes, each for all nodes, while no change is known."""
 WATCH_PAUSES_S = (5.0, 10.0, 20.0, 40.0, *(60.0,) * 10)
-"""Pauses between looks at lost nodes, until Slurm no longer counts them to any job: up to SlurmdTimeout, usually 300 s,
-after they died."""
+"""Pauses between queries for lost nodes, until Slurm no longer regards them as in use by a job. This takes up to
+SlurmdTimeout after they died, usually 300 s."""
 
 _RELEVANT_FLAGS = frozenset({"drain", "fail", "not_responding"})
-"""Flags of a node that matter to a job; others come and go."""
+"""Flags of a node that matter to a job; other flags are ignored."""
 
 _log = logging.getLogger("slurm")
 
@@ -41,7 +42,7 @@ class Nodes:
         exclusions: Exclusions,
         now: Callable[[], float],
     ) -> None:
-        """`now`: UTC in seconds since 1970."""
+        """`now` returns UTC in seconds since 1970."""
         assert request.slurm is not None
         self._request = request
         self._main = request.slurm
@@ -50,14 +51,14 @@ class Nodes:
         self._exclusions = exclusions
         self._now = now
         self._watched: dict[str, int] = {}
-        """Nodes whose loss Slurm may not have noticed yet, and the number of looks since."""
+        """Nodes that may be lost without Slurm having noticed, and the number of queries since the loss was known."""
         self._seen: dict[str, tuple[str, str]] = {}
 
     def watch(self, node: str) -> None:
         self._watched[node] = 0
 
     def look(self) -> Done:
-        """Ask for all nodes in one call; changes become events."""
+        """Query Slurm for all nodes in one call; changes become events."""
         guests = self._replacements.guests(running=True)
         names = tuple(dict.fromkeys([*self._request.settings.node_names, *guests, *self._watched]))
         events: list[api.AnyEvent] = []
@@ -80,8 +81,8 @@ class Nodes:
         return Done(events, [("nodes", pause_s, self.look)])
 
     def ladder(self, action: api.DrainNode) -> Callable[[], Done]:
-        """Return work that climbs all rungs for one node, each as work of its own; the first rung is asked for only
-        when it runs."""
+        """Return work that takes the steps of the drain ladder for one node. Each step is separate work, and starts
+        only when it runs."""
         rungs = self._climb(action)
         return lambda: self._next_rung(action, rungs)
 
@@ -113,5 +114,5 @@ class Nodes:
 
 
 def state_of(view: NodeView) -> str:
-    """Return a node's state with its relevant flags, as `down+not_responding`."""
+    """Return a node's state with its relevant flags, such as `down+not_responding`."""
     return "+".join([view.state, *sorted(view.flags & _RELEVANT_FLAGS)])

@@ -1,8 +1,8 @@
-"""Our own job as Slurm sees it: how long it may run, why it is signalled, which nodes it gives back.
+"""The job itself as Slurm sees it: how long it may run, why it is signalled, which nodes it gives back.
 
-A missing answer is never taken for one. Called by `wrapper.slurm_tasks.desk`.
+A missing answer never counts as an answer. Called by `wrapper.slurm_tasks.desk`.
 
-Why a job is being signalled (22.05.8, measured by squeue while TERM arrived):
+How to tell why a job is being signalled (22.05.8, measured by squeue while SIGTERM arrived):
 
 ===========================  ============  ===========  ==================================================
 cause                        state         reason       other signs
@@ -29,34 +29,36 @@ from slurm.rate_limited import Polite
 from wrapper.slurm_tasks.agenda import Done, pause_of
 
 LIMIT_EVERY_S = 360.0
-"""Time between looks at the job's time limit."""
+"""Time between two queries for the job's time limit."""
 MIN_LIMIT_CHANGE_S = 30.0
-"""Smallest change of a time limit: limits are counted in minutes."""
+"""Smallest change of a time limit that is reported: limits are counted in minutes."""
 RETRY_PAUSES_S = (5.0, 15.0, 30.0, 60.0, 120.0, 300.0)
-"""Pauses after a missing answer, where one is needed."""
+"""Pauses before a query is repeated because there was no answer."""
 WHY_RETRY_S = 1.0
-"""Pause before asking once more why the job is signalled: Slurm's view may be older than its signal."""
+"""Pause before a second query for the reason why the job is signalled: Slurm may signal the job before its view shows
+the reason."""
 
 _log = logging.getLogger("slurm")
 
 
 class OwnJob:
     def __init__(self, job_id: str, slurm: Polite, clock: Callable[[], float], now: Callable[[], float]) -> None:
-        """`clock` is monotonic, `now` is UTC in seconds since 1970."""
+        """`clock` is monotonic; `now` returns UTC in seconds since 1970."""
         self._job_id = job_id
         self._slurm = slurm
         self._clock = clock
         self._now = now
         self._ends_at: float | None = None
-        """When the job's time is up, on our clock, as last reported; infinite without a limit."""
+        """Time of `clock` at which the job's time limit ends, as last reported; infinite without a limit, None before
+        the first report."""
         self._limit_seen_at = float("-inf")
 
     def set_end_time(self, end_time: float) -> Done:
-        """Report the time limit that Slurm set in the environment when the job began, without asking Slurm yet."""
+        """Report the time limit that Slurm put into the environment when the job began; Slurm is queried only later."""
         return Done(self.time_left_events(end_time - self._now()), [("time", LIMIT_EVERY_S, self.time_left)])
 
     def time_left(self, tries: int = 0, fresh_s: float | None = None) -> Done:
-        """Ask for the time left: at intervals, since an administrator may change it, and again while Slurm does not
+        """Query the time left: at intervals, because an administrator may change the limit, and again if Slurm does not
         answer."""
         known_s = self._clock() - self._limit_seen_at
         if fresh_s is None and known_s < LIMIT_EVERY_S:
@@ -71,7 +73,7 @@ class OwnJob:
         return Done(then=[("time", pause_of(RETRY_PAUSES_S, tries), lambda: self.time_left(tries + 1))])
 
     def time_left_events(self, seconds: float | None) -> list[api.AnyEvent]:
-        """Return an event when the time left is first known, and when the limit has changed."""
+        """Return an event if the time left is known for the first time, or if the limit has changed; else none."""
         self._limit_seen_at = self._clock()
         ends_at = math.inf if seconds is None else self._clock() + seconds
         if self._ends_at is not None and (
@@ -93,10 +95,10 @@ class OwnJob:
         return Done([api.StopMeaning(meaning=meaning)])
 
     def release(self, action: api.ReleaseNode) -> Done:
-        """Give back a node: keep those nodes that the controller wants and that Slurm still counts to the job. A node
-        that Slurm has taken back already needs no release.
+        """Give a node back to Slurm, by naming the nodes to keep: those that the controller wants to keep and that
+        Slurm still counts as the job's. A node that Slurm has already taken back is not released.
 
-        If we named a node that is no longer in the job, Slurm would refuse the whole request.
+        Slurm would refuse the whole request if it named a node that no longer belongs to the job.
         """
         outcome: Literal["done", "refused", "unknown"] = "done"
         text = ""
@@ -116,7 +118,7 @@ class OwnJob:
 
 
 def meaning_of(view: JobView | None) -> Literal["time-limit", "cancelled", "preempted", "unknown"]:
-    """Return why a job is being signalled, from Slurm's view of it at that time."""
+    """Return why the job is being signalled, from Slurm's view of the job at that time."""
     if view is None:
         return "unknown"
     if view.preempted or view.state == "preempted":

@@ -1,7 +1,7 @@
-"""Nodes in place of lost ones, as Slurm jobs of one node each: submitted, observed while they wait and run, cancelled.
+"""Replacements of lost nodes, each a Slurm job of one node: submitted, observed while it waits and runs, and cancelled.
 
-The controller decides whether a replacement is wanted, and what happens when it joins. Called by
-`wrapper.slurm_tasks.desk`; `slurm.replacement` submits such a job.
+The controller decides whether a replacement is requested, and what happens when it joins. Called by
+`wrapper.slurm_tasks.desk`; `slurm.replacement` submits the jobs.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from wrapper.slurm_tasks.exclusion_lists import to_avoid
 from wrapper.slurm_tasks.own_job import RETRY_PAUSES_S, OwnJob
 
 REQUEST_PAUSES_S = (*(5.0,) * 12, 15.0)
-"""Pauses between looks at requests that wait for a node; the last one repeats."""
+"""Pauses between queries for requests that wait for a node; the last pause repeats."""
 RUNNING_PAUSES_S = (5.0, 15.0, 60.0, 180.0)
-"""The same for running ones, whose agents report sooner than Slurm."""
+"""Pauses between queries for running replacements; their agents report sooner than Slurm. The last pause repeats."""
 MAX_SUBMISSIONS = 4
 ENDLESS_S, ENDLESS_WAIT_S = 30 * 86400.0, 7 * 86400.0
-"""Time limit and longest wait of a request for a job without a time limit: since 24.11, Slurm accepts no deadline for a
-job that may run for ever."""
+"""Time limit, and longest wait, of a request by a job without a time limit: since 24.11, Slurm accepts no deadline for
+a job without a limit."""
 
 WAITING_STATES = ("pending", "configuring", "requeued", "requeue_fed", "requeue_hold", "special_exit", "resv_del_hold")
 """States in which no agent can be running; in `configuring`, the nodes are known but still booting."""
@@ -42,12 +42,12 @@ WAITING_STATES = ("pending", "configuring", "requeued", "requeue_fed", "requeue_
 _log = logging.getLogger("slurm")
 
 Submit = Callable[[ReplacementJob, Mapping[str, str]], str]
-"""Submits a replacement job and returns its id; see `slurm.replacement.submit`."""
+"""Submits a replacement job and returns its id (`slurm.replacement.submit`)."""
 
 
 @dataclass
 class PendingReplacement:
-    """Slurm's view of one replacement."""
+    """Slurm's view of one replacement. `node`: the node that Slurm gave it, None until then."""
 
     number: int
     exclude: tuple[str, ...]
@@ -55,14 +55,14 @@ class PendingReplacement:
     node: str | None = None
     state: Literal["asked", "pending", "running", "over"] = "asked"
     looks: int = 0
-    """Number of looks since its state changed."""
+    """Number of queries since its state changed."""
     reasons: set[str] = field(default_factory=set)
     """Reasons for waiting that were already reported."""
     cancelled: bool = False
 
 
 class Replacements:
-    """All requests of the job, those of earlier supervisors included."""
+    """All replacement requests of the job, including those of earlier supervisors."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Replacements:
         submit: Submit,
         now: Callable[[], float],
     ) -> None:
-        """`now`: UTC in seconds since 1970."""
+        """`now` returns UTC in seconds since 1970."""
         assert request.slurm is not None
         self._request = request
         self._main = request.slurm
@@ -92,7 +92,8 @@ class Replacements:
         self._requests.setdefault(number, PendingReplacement(number, ())).cancelled = True
 
     def guests(self, *, running: bool = False) -> dict[str, str | None]:
-        """Return the nodes that came as replacements, with their Slurm jobs; `running`: only those that run."""
+        """Return the nodes that came as replacements, with the ids of their Slurm jobs. `running`: only those that are
+        running."""
         return {
             request.node: request.slurm_job
             for request in self._all()
@@ -106,7 +107,7 @@ class Replacements:
         return Done(then=[("requests", 0.0, self.look)] if self._requests else [])
 
     def left_over(self) -> str:
-        """Return commands with which the user finds and ends requests that may still be open."""
+        """Return a text with commands by which the user can find and end requests that may still be open."""
         open_requests = [request for request in self._all() if request.state != "over"]
         known_jobs = " ".join(request.slurm_job for request in open_requests if request.slurm_job)
         unknown_names = ",".join(self._name_of(request.number) for request in open_requests if not request.slurm_job)
@@ -116,8 +117,7 @@ class Replacements:
         )
 
     def cancel_all(self) -> Done:
-        """Cancel all requests that any supervisor of this job has submitted, except those that this one has
-        cancelled."""
+        """Cancel all requests that any supervisor of this job has submitted, except those that are over."""
         over = {request.slurm_job for request in self._all() if request.state == "over"}
         known_jobs = {request.slurm_job for request in self._all()} | {
             *replacement.all_submitted(self._folder).values()
@@ -177,7 +177,7 @@ class Replacements:
         request.state = "over"
         job = request.slurm_job or replacement.submitted(replacement.folder_of(self._folder, number))
         if job is None:
-            return Done()  # never submitted, as far as we know; an agent of it would be refused
+            return Done()  # never submitted, as far as known; an agent of it would be refused
         try:
             self._slurm.cancel(job)
         except SlurmUnavailableError as error:
@@ -189,7 +189,7 @@ class Replacements:
         return Done()
 
     def _wanted(self, request: PendingReplacement) -> ReplacementJob:
-        """Return a request for one node like those of the main job, for the rest of its time. Raises SlurmError."""
+        """Return a request for one node like the main job's nodes, for the job's remaining time. Raises SlurmError."""
         main, run = self._main, self._request
         seconds, wait_s = self._seconds_left()
         command = (
@@ -217,7 +217,7 @@ class Replacements:
         )
 
     def _asked(self) -> JobRequest:
-        """Return the main job's request, with the settings that its user has changed since. Raises SlurmError."""
+        """Return the main job's request, with the settings that override it. Raises SlurmError."""
         main = self._main
         settings = {
             "partition": main.partition,
@@ -230,7 +230,7 @@ class Replacements:
         return msgspec.structs.replace(request, **{name: value for name, value in settings.items() if value})
 
     def _excluded(self, excluded: tuple[str, ...]) -> tuple[str, ...]:
-        """Return further nodes that our jobs avoid on this cluster."""
+        """Return further nodes that the user's jobs avoid on this cluster."""
         try:
             names = to_avoid(self._slurm, self._main.cluster, self._now(), self._request.of_job.home)
             return tuple(name for name in names if name not in excluded)
@@ -239,8 +239,8 @@ class Replacements:
             return ()
 
     def _seconds_left(self) -> tuple[float, float]:
-        """Return the main job's time left, and how long a replacement may wait and still be of use. Raises
-        SlurmError."""
+        """Return the main job's remaining time, and how long a replacement may wait and still be useful, in seconds.
+        Raises SlurmError."""
         view = self._slurm.job(self._main.job_id)
         if view is None:
             raise SlurmUnavailableError(f"job {self._main.job_id}: Slurm does not know it")
@@ -263,13 +263,13 @@ class Replacements:
         return f"resihp-{self._request.job}-r{number}"
 
     def _all(self) -> tuple[PendingReplacement, ...]:
-        """All requests, as a copy: the event loop may add one meanwhile."""
+        """Return all requests, as a copy, because the event loop may add one in the meantime."""
         return tuple(self._requests.values())
 
     # --- looking ----------------------------------------------------------------------------------------------
 
     def look(self) -> Done:
-        """Ask for all open requests in one call; changes become events."""
+        """Query Slurm for all open requests in one call; changes become events."""
         open_ones = [r for r in self._all() if r.state in ("pending", "running") and not r.cancelled]
         if not open_ones:
             return Done()
@@ -311,6 +311,6 @@ class Replacements:
 
 
 def reason_of(view: JobView) -> str:
-    """Return the keyword of the reason why a job waits, such as `ReqNodeNotAvail`, without the names of nodes behind
-    it."""
+    """Return the keyword of the reason why a job waits, such as `ReqNodeNotAvail`, without the names of nodes that
+    follow it."""
     return re.split(r"[^A-Za-z]", view.why.lstrip("("), maxsplit=1)[0]

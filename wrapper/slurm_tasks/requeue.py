@@ -1,15 +1,15 @@
-"""The last request for a Slurm job: to run it again, or not to.
+"""The last request for a Slurm job: to requeue it, or to make sure that it is not requeued.
 
-`requeue` asks Slurm to run the job again, unless Slurm is preempting it and will requeue it by itself: then, on some
-releases, our request would run it once more after it has completed (`slurm.releases`). `end_for_good` makes sure that a
-job that ends with an error is neither run again nor held for that.
+`requeue` requests a requeue, unless Slurm is preempting the job and will requeue it by itself: on some releases, a
+request would then run the job once more after it has completed (`slurm.releases`). `end_for_good` makes sure that a job
+that ends with an error is neither requeued nor held because of it.
 
-Slurm ends the batch script as soon as it has accepted, so we may never get the answer: `requeue` ignores TERM
-meanwhile, and so does the command that it starts. Without an answer, the request may have been accepted; asking twice
-does no harm, since a job that already waits is the desired state. The job begins about two minutes later: Slurm sets
-its begin time when the last of its processes has ended, so that no process is left to ask for an earlier time; a job
-with an expedited requeue begins at once. `until_noticed` first waits, on releases that would otherwise start the job
-without its GPUs. Decides nothing else.
+Slurm ends the batch script as soon as it has accepted the request, so the answer may never arrive: `requeue`, and the
+command that it starts, ignore SIGTERM in the meantime. Without an answer, the request may have been accepted; a
+repeated request does no harm, because a pending job stays pending. The job starts about two minutes later: Slurm sets
+its begin time when the last of its processes has ended, so no process is left to request an earlier time. A job with an
+expedited requeue starts at once. `until_noticed` first waits for Slurm to notice dead nodes, on releases that would
+otherwise start the job without its GPUs. Decides nothing else.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from slurm.errors import SlurmError, SlurmRefusedError
 from wrapper.job_folder import Job
 
 REQUEUE_TIMEOUT_S = 20.0
-"""How long to ask a controller that does not answer: by default, Slurm kills the batch script 30 s after TERM."""
+"""How long to send requests to a controller that does not answer: by default, Slurm kills the batch script 30 s after
+SIGTERM."""
 RETRY_PAUSE_S = 1.0
 NOTICE_TIMEOUT_S = 330.0
 """How long Slurm may take to notice a dead node: SlurmdTimeout is usually 300 s."""
@@ -36,7 +37,7 @@ LOOK_EVERY_S = 5.0
 
 
 def dead_nodes(job: Job) -> set[str]:
-    """Return nodes that a job has lost and that do not answer; none if its journal cannot be read."""
+    """Return the nodes that the job lost because they were silent; none if the journal cannot be read."""
     try:
         losses = [record.entry for record in job.records() if isinstance(record.entry, NodeLost)]
     except (ResihpError, OSError):
@@ -53,8 +54,8 @@ def until_noticed(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Wait until Slurm has removed dead nodes from a job with GPUs, on releases where that matters. TERM ends us
-    here."""
+    """Wait until Slurm has removed the dead nodes from a job with GPUs, on releases where this matters. SIGTERM ends
+    this process here."""
     deadline = clock() + patience_s
     is_reported = False
     while clock() < deadline:
@@ -82,9 +83,9 @@ def requeue(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Ask until Slurm has answered; return whether it accepted, as far as we know. Main thread only.
+    """Request a requeue until Slurm answers; return whether Slurm is known to have accepted. Main thread only.
 
-    `leaves`: the batch script ends after this, so a job that Slurm then requeues by itself is left to Slurm.
+    `leaves`: the batch script ends after this call, so a job that Slurm then requeues by itself needs no request.
     """
     deadline = clock() + patience_s
     with _ignoring_term():
@@ -108,8 +109,8 @@ def requeue(
 
 
 def _slurm_requeues_itself(slurm: Slurm, job_id: str) -> bool:
-    """Return whether Slurm requeues the job by itself. If unknown, False: a needless request does less harm than a
-    missing one, because a run that finds the job done ends at once."""
+    """Return whether Slurm requeues the job by itself; False if unknown. A needless request does less harm than a
+    missing one, because a run that finds the job completed ends at once."""
     try:
         return slurm.runs_again(job_id)
     except SlurmError:
@@ -117,7 +118,8 @@ def _slurm_requeues_itself(slurm: Slurm, job_id: str) -> bool:
 
 
 def end_for_good(job_id: str, slurm: Slurm) -> None:
-    """Tell Slurm not to run the job again after an error that another run would not fix. Main thread only."""
+    """Make sure that Slurm does not requeue the job, after an error that another run would not fix. Main thread
+    only."""
     with _ignoring_term():
         try:
             slurm.end_for_good(job_id)

@@ -1,8 +1,9 @@
-"""The supervisor: one process a job, the shell of sockets, clock, signals and files around `resihp.controller`.
+"""The supervisor: one process for each job, which connects `resihp.controller` to sockets, clock, signals and files.
 
-`resihp run` becomes the `guardian` while the job runs, which restarts `process` if that dies. `shell` takes events in
-and carries actions out; `agents` keeps the connections; `journaling` writes the journal, replicates it, and holds
-actions back until a quorum knows the decisions behind them; `checkpoint_commit`, `operators`, `rendezvous` and
-`node_history` do one task each; `collaborators` describes the parts that the shell is given. Decisions about the job
-are the controller's, and each is in the journal before it is acted on.
+While the job runs, the process of `resihp run` is the `guardian`, which starts `process` and restarts it if it dies.
+`shell` hands events to the controller and carries out the controller's actions. `agents` keeps the connections to the
+agents. `journaling` writes the journal, replicates it, and delays actions until a quorum knows the decisions that they
+follow from. `checkpoint_commit`, `operators`, `node_history`, `attention` and `patient_output` do one task each;
+`collaborators` describes the parts that are passed to the shell. The controller makes all decisions about the job, and
+each decision is in the journal before it is acted on.
 """

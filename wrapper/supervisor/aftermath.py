@@ -1,6 +1,7 @@
-"""What is left to do when a job's supervisor is gone: its end is written, its processes and its Slurm job are ended.
+"""Clean-up after a supervisor: records the end of a job whose supervisor died, and ends its processes and its Slurm
+job.
 
-Decides nothing about training. Waits for agents and for Slurm, but never for ever. Called by
+Decides nothing about training. Waits for agents and for Slurm, but always with a time limit. Called by
 `wrapper.supervisor.process`.
 """
 
@@ -30,15 +31,16 @@ from wrapper.supervisor.takeover import agents_of
 
 AGENTS_GONE_S = 10.0
 GUARDIAN_LEAVES_S = 5.0
-"""How long a guardian that waits for its job's end takes to notice it, and to leave."""
+"""Time that a guardian which waits for the job's end needs to notice the end, and to exit."""
 END_JOB_TIMEOUT_S = 45.0
-"""How long to keep asking an unresponsive Slurm to end its job: our agent waits a little longer for us."""
+"""Time limit of attempts to end the job in an unresponsive Slurm. The agent that started this supervisor waits a little
+longer."""
 
 
 def mark_dead(request: RunRequest, how: str, listener: socket.socket) -> int:
-    """Write the end of a job whose supervisor died, unless that did so; wait until its agents are gone. Return its exit
-    code."""
-    listener.shutdown(socket.SHUT_RDWR)  # other processes may have it open, and nobody must wait there any more
+    """Record the end of a job whose supervisor died, unless the supervisor had recorded it; wait until the job's agents
+    have exited, and kill those that remain. Return the job's exit code."""
+    listener.shutdown(socket.SHUT_RDWR)  # other processes may have it open, and clients must not wait there any more
     job = request.of_job
     finished = True
     with _warn_of_ledger(job):
@@ -72,7 +74,7 @@ def mark_dead(request: RunRequest, how: str, listener: socket.socket) -> int:
 
 @contextmanager
 def _warn_of_ledger(job: Job) -> Iterator[None]:
-    """Report a ledger that cannot be written; the job's end is in the journal all the same."""
+    """Report a ledger that cannot be written. The job's end is recorded in the journal in any case."""
     try:
         yield
     except LedgerError as error:
@@ -80,7 +82,7 @@ def _warn_of_ledger(job: Job) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Print a line on stderr, without control characters: it may quote a worker's log or Slurm."""
+    """Print a line on stderr without control characters, because `text` may quote a worker's log or Slurm."""
     print(f"resihp: {literal(text)}", file=sys.stderr)
 
 
@@ -95,13 +97,14 @@ def _write_last_comment(request: RunRequest) -> None:
 
 
 def end_slurm_job(request: RunRequest, status: int) -> None:
-    """End the Slurm job after a successor has ended ours: nobody may be remaining on the batch host to do so."""
+    """End the Slurm job, or requeue it, after this successor has ended the training job: on the batch host perhaps no
+    process is left to do so."""
     assert request.slurm is not None
     from slurm.commands import CommandLine
     from slurm.errors import SlurmError, SlurmRefusedError
     from wrapper.slurm_tasks.requeue import dead_nodes, requeue, until_noticed
 
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it to all processes of the job, so to us
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it to all processes of the job, also to this one
     slurm, number = CommandLine(), request.slurm.job_id
     if status == REQUEUE_REQUESTED:
         if request.slurm.gpus:

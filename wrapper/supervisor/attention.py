@@ -1,9 +1,10 @@
-"""A clock that runs only while the supervisor can hear its agents, so that its own stalls do not look like their
-silence.
+"""A clock that stops while the supervisor cannot receive messages of agents, so that its own stalls do not look like
+silent agents.
 
 After its event loop was stopped or overloaded, the supervisor finds unread messages, and agents that have disconnected
-because it was silent. It first listens for a while before it judges any agent, and all its timeouts, such as the
-longest break of a connection, continue from where they were. Owned by `wrapper.supervisor.shell`; decides nothing.
+because the supervisor was silent. It first receives messages for a while before it judges any agent, and all its
+timeouts, such as the longest break of a connection, resume where they stopped. Owned by `wrapper.supervisor.shell`;
+decides nothing.
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ import time
 
 LOOK_EVERY_S = 0.25
 STALL_S = 1.0
-"""A look that comes this much too late means that the event loop was stopped since the last one."""
+"""A call of `look` that is this many seconds late means that the event loop was stopped since the last call."""
 LISTEN_S = 2.0
-"""How long to listen after a stall: agents send a heartbeat once a second."""
+"""How long to receive messages after a stall before agents are judged: agents send a heartbeat once a second."""
 
 
 class Attention:
-    """The clock. `look` is to be called every `LOOK_EVERY_S`."""
+    """The clock that stops during stalls. `look` is to be called every `LOOK_EVERY_S`."""
 
     def __init__(self) -> None:
         self._seconds = self._looked_at = time.monotonic()
         self._listens_until = 0.0
 
     def look(self) -> float:
-        """Return for how long the event loop was stopped since the last look; 0 if it was not."""
+        """Return for how many seconds the event loop was stopped since the last call; 0 if it was not stopped."""
         now = time.monotonic()
         since_s, self._looked_at = now - self._looked_at, now
         stopped = since_s > LOOK_EVERY_S + STALL_S
@@ -41,5 +42,5 @@ class Attention:
         return self._looked_at >= self._listens_until
 
     def seconds(self) -> float:
-        """Return the seconds, from some start on, in which agents could be heard."""
+        """Return the seconds, from an arbitrary start, in which the supervisor could receive messages of agents."""
         return self._seconds + (min(LOOK_EVERY_S, time.monotonic() - self._looked_at) if self.may_judge else 0.0)

@@ -1,6 +1,6 @@
 """Commits checkpoints that all ranks have written: writes their manifests in background tasks, one at a time.
 
-The controller decides when a checkpoint is complete; a failed commit is reported and not repeated. Owned by
+The controller decides when a checkpoint is complete. A failed commit is reported and not repeated. Owned by
 `wrapper.supervisor.shell`.
 """
 
@@ -19,7 +19,8 @@ from wrapper.config.run_spec import RunRequest
 
 
 class CheckpointCommits:
-    """`under_way`: commits in progress. `fingerprint`: of the job's model and data, as its workers declare it."""
+    """The checkpoint commits of one job. `under_way`: commits in progress. `fingerprint`: of the job's model and data,
+    as the workers declare it."""
 
     def __init__(
         self,
@@ -28,7 +29,8 @@ class CheckpointCommits:
         log: Callable[[AnyEntry], None],
         report_failure: Callable[[str], None],
     ) -> None:
-        """`report_failure` gets the reason when a checkpoint cannot be committed."""
+        """`start` starts a background task, `log` journals a committed checkpoint, and `report_failure` receives the
+        reason if a checkpoint cannot be committed."""
         self.under_way: set[asyncio.Task[None]] = set()
         self.fingerprint = ""
         self._request = request
@@ -36,7 +38,8 @@ class CheckpointCommits:
         self._log = log
         self._lost = report_failure
         self._in_turn = asyncio.Lock()
-        """One commit at a time, in the order of completion: the newest checkpoints are kept, older ones removed."""
+        """Allows one commit at a time, in the order of completion, because each commit removes all but the newest
+        checkpoints."""
 
     def begin(self, action: api.CommitCheckpoint) -> None:
         task = self._start(self._commit(action))

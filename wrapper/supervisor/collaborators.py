@@ -1,4 +1,4 @@
-"""Interfaces of the parts that `wrapper.supervisor.process` gives to the shell; tests give other implementations."""
+"""Interfaces of the objects that `wrapper.supervisor.process` passes to the shell; tests pass other implementations."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SlurmDeskLike(Protocol):
         | api.AskWhy
         | api.AskTimeLeft,
     ) -> None:
-        """Carry an action out in the background; the answer comes as an event."""
+        """Carry out an action in the background; its result is reported as an event."""
 
     async def run(self) -> None:
         """Poll Slurm regularly, until cancelled."""
@@ -52,7 +52,7 @@ class SlurmDeskLike(Protocol):
 
 
 class NoSlurm:
-    """The desk of a job without Slurm: it gets no requests."""
+    """Replaces the Slurm desk in a job without Slurm, which gets no requests."""
 
     def carry_out(self, action: api.AnyAction) -> None:
         raise AssertionError(f"{type(action).__name__} without Slurm")
@@ -72,7 +72,7 @@ class ThinkerLike(Protocol):
 
 
 class NoPlanAhead:
-    """Stands in where plans are made only when they are needed: questions get no answer."""
+    """Replaces the planning process in a job that does not plan ahead: questions get no answer."""
 
     def ask(self, question: api.Think) -> None:
         pass

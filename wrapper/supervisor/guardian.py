@@ -1,11 +1,11 @@
 """The guardian: the process of `resihp run` while the job runs.
 
-Holds the job's lock and the socket that agents connect to, starts the supervisor as its child and, on one machine,
-before that the process that imports once for all virtual nodes (`wrapper.launch.preloading`). Passes signals on, and
-returns the supervisor's exit code. A supervisor that dies by a signal is started again: it takes over the running
-agents, which find it at the same address. A supervisor that stepped back because no quorum followed it is not started
-again: a successor ends the job then, and the guardian waits for it, since its exit would end the Slurm job. Decides
-nothing else, and imports little.
+It holds the job's lock and the socket that agents connect to, and starts the supervisor as its child. On one machine,
+it first starts the process that imports once for all virtual nodes (`wrapper.launch.preloading`). It forwards signals
+to the supervisor and returns the supervisor's exit code. A supervisor that dies by a signal is started again: it takes
+over the running agents, which find it at the same address. A supervisor that stepped back because no quorum followed it
+is not started again: a successor then ends the job, and the guardian waits for the successor, because the guardian's
+exit would end the Slurm job. Decides nothing else, and imports few modules.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from wrapper.launch.ports import listen
 from wrapper.launch.preloading import preloading
 
 MAX_RESTARTS = 5
-"""How often a supervisor that died by a signal is started again before the job is given up."""
+"""How often a supervisor that died by a signal is started again before the job is ended."""
 SUCCESSOR_TIMEOUT_S = 90.0
-"""How long the job may have no leader before it is given back to Slurm: longer than agents survive without a leader."""
+"""How long the job may have no leader before the guardian has Slurm requeue it: longer than agents survive without a
+leader."""
 LOOK_EVERY_S = 1.0
 
 Command = Callable[[Path, Sequence[str]], Sequence[str]]
-"""(run file, options of this start) -> command line of a supervisor."""
+"""(run file, extra options) -> command line that starts a supervisor."""
 
 
 def supervisor_command(run_file: Path, options: Sequence[str]) -> list[str]:
@@ -47,7 +48,7 @@ def supervisor_command(run_file: Path, options: Sequence[str]) -> list[str]:
 
 
 def guard(run_file: Path, command: Command = supervisor_command) -> int:
-    """Run the job to its end; return the exit code. Raises UsageError if another supervisor has the job."""
+    """Run the job to its end and return the exit code. Raises UsageError if another supervisor controls the job."""
     request = load(run_file)
     lock = hold_lock(request.of_job)
     name_process(request.job, "guardian", keep=1, since=b"run")
@@ -78,7 +79,8 @@ def guard(run_file: Path, command: Command = supervisor_command) -> int:
 
 
 def _watch(command: Sequence[str], inherited: Sequence[int]) -> int:
-    """Run one supervisor, in a process group of its own: Ctrl-C reaches it once, through us."""
+    """Run one supervisor to its exit and return its status. The supervisor has its own process group, so that Ctrl-C
+    reaches it once, through the guardian."""
     child: subprocess.Popen[bytes] | None = None
     early: list[int] = [*early_signals.noted()]
 
@@ -103,7 +105,8 @@ def _watch(command: Sequence[str], inherited: Sequence[int]) -> int:
 
 
 def _await_successor(request: RunRequest) -> int:
-    """Wait until a successor has ended the job, and return its exit code; without a successor, REQUEUE_REQUESTED."""
+    """Wait until a successor has ended the job, and return the job's exit code; REQUEUE_REQUESTED if no successor
+    leads."""
     job = request.of_job
     print(f"resihp: job {request.job}: no quorum follows this supervisor; waiting for its successor", file=sys.stderr)
     heard_at = time.monotonic()
@@ -117,7 +120,7 @@ def _await_successor(request: RunRequest) -> int:
 
 
 def _is_led(job: Job) -> bool:
-    """Return whether a process listens at the recorded address of the job's supervisor."""
+    """Return whether a process accepts connections at the recorded address of the job's supervisor."""
     with suppress(OSError, msgspec.DecodeError):
         address = msgspec.json.decode(job.supervisor_file.read_bytes(), type=SupervisorFile)
         with socket.create_connection((address.host, address.port), timeout=LOOK_EVERY_S):
@@ -126,7 +129,8 @@ def _is_led(job: Job) -> bool:
 
 
 def _requeue(request: RunRequest) -> int:
-    """Have Slurm run the job again; return REQUEUE_REQUESTED if Slurm refuses or the job is not in Slurm."""
+    """Have Slurm requeue the job and return 0; return REQUEUE_REQUESTED if Slurm refuses, or if the job is not in
+    Slurm."""
     if request.slurm is None:
         return REQUEUE_REQUESTED
     from slurm.commands import CommandLine

@@ -1,7 +1,8 @@
 """Speeds of nodes in earlier jobs: read from the ledger in the background, and reported once they are known.
 
-Nothing waits for them. If the ledger is absent, slow, hung or of another schema, the thread that reads it is abandoned,
-and devices are compared with their peers alone. Decides nothing. Called by `wrapper.supervisor.shell`.
+The job never waits for these speeds. If the ledger is absent, slow, hung or of another schema, the reading thread is
+abandoned, and devices are compared only with other devices of the job. Decides nothing. Called by
+`wrapper.supervisor.shell`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _log = logging.getLogger("ledger")
 
 
 class NodeMemory:
-    """Reads the ledger at `url`, for nodes of this cluster. `read` does so, given the URL and nodes, and may take any
-    time."""
+    """Reads the speeds of this cluster's nodes in earlier jobs. `read(url, nodes)` reads them from the ledger at `url`,
+    and may take any time."""
 
     def __init__(
         self, url: str, read: Callable[[str, Sequence[str]], Usual] | None = None, *, cluster: str = ""
@@ -33,7 +34,8 @@ class NodeMemory:
         self._read = read or partial(_from_ledger, cluster=cluster)
 
     def recall(self, nodes: Sequence[str], report: Callable[[Usual], None]) -> None:
-        """Read in a thread; `report` is called in this event loop if any speeds are known, else never."""
+        """Read the speeds of `nodes` in a thread. If any are known, `report` is called in this event loop; otherwise it
+        is never called."""
         loop = asyncio.get_running_loop()
 
         def ask() -> None:

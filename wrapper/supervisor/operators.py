@@ -1,8 +1,8 @@
 """Requests of operators to a running job over the supervisor's socket: `resihp stop`, `resihp checkpoint now`, `resihp
 inject`, `resihp why-not`.
 
-Rejects invalid requests; the controller decides about all others, and its answer goes back to the operator. Owned by
-`wrapper.supervisor.shell`.
+Rejects invalid requests. The controller decides about all other requests, and its answer is sent to the operator. Owned
+by `wrapper.supervisor.shell`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from resihp.protocol.channels import SecureChannel
 
 
 class Operators:
-    """Connected operators, by the number of their last request."""
+    """Requests of operators that wait for an answer, with their connections."""
 
     def __init__(
         self, fault_ids: Iterator[int], handle: Callable[[api.AnyEvent], None], ending: Callable[[], str | None]
     ) -> None:
-        """`handle` hands the controller an event; `ending` returns a reason to refuse all requests if the job is
+        """`handle` hands an event to the controller. `ending` returns the reason to refuse all requests if the job is
         ending, else None."""
         self._fault_ids = fault_ids
         self._handle = handle
@@ -34,7 +34,8 @@ class Operators:
         self._numbers = itertools.count(1)
 
     async def serve(self, channel: SecureChannel[Any], first: m.OperatorRequest) -> None:
-        """Answer a connection's requests until it is closed. `first` has been received."""
+        """Answer the requests of one connection until it is closed. `first` is the request that was already
+        received."""
         request: object = first
         while isinstance(request, m.Inject | m.AskStanding | m.AskStop | m.AskCheckpoint):
             number = next(self._numbers)

@@ -1,8 +1,9 @@
-"""Output that never blocks its writer, for streams that may stall: a supervisor's log and, under Slurm, its stderr are
+"""Output that never blocks the writing thread. Streams may stall: a supervisor's log and, under Slurm, its stderr are
 on the shared file system, and a terminal may be stopped by Ctrl-S or by a slow connection.
 
-Printing and logging return at once; a thread writes. Messages that do not fit the queue are dropped, and their number
-is reported. Used by the guardian and the supervisor, which must never wait for a folder or for a reader.
+Printing and logging return at once; a thread writes. Messages that do not fit into the queue are dropped, and the
+number of dropped messages is reported. Used by the guardian and the supervisor, which must never wait for a folder or
+for a reader.
 """
 
 from __future__ import annotations
@@ -20,24 +21,25 @@ from wrapper.strict_modes import private
 
 MAX_QUEUED_LINES = 10_000
 MAX_QUEUED_CHARACTERS = 1 << 24
-"""Limit on the characters that wait to be written; a script may print faster than its output is read."""
+"""Limit on the number of characters that wait to be written: a script may print faster than its output is read."""
 CLOSE_TIMEOUT_S = 2.0
-"""How long the process waits for its last messages to be written when it exits."""
+"""How long the process waits at its exit for its last messages to be written."""
 TERMINAL_CLOSE_TIMEOUT_S = 60.0
-"""The same for a terminal, which its user may have stopped and may resume. Nothing else is left to do by then."""
+"""How long the process waits at its exit for a terminal, which the user may have stopped and may resume. By then there
+is nothing else left to do."""
 
 
 class PatientOutput(io.TextIOBase):
-    """Replaces a text stream; never blocks."""
+    """Replaces a text stream by one that never blocks."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._messages: queue.Queue[str | None] = queue.Queue(MAX_QUEUED_LINES)
         self._left_out = 0
         self._queued_characters = self._written_characters = 0
-        """Numbers of characters, each counted by one thread only."""
+        """Total numbers of characters. Each counter is updated by one thread only."""
         self._is_terminal = stream.isatty()
-        """Asked only once, because the answer may block if the file hangs."""
+        """Determined only once, because the call may block if the file hangs."""
         self._thread = threading.Thread(target=self._run, name="resihp-output", daemon=True)
         self._thread.start()
 
@@ -73,7 +75,7 @@ class PatientOutput(io.TextIOBase):
         return self._stream.encoding
 
     def close(self) -> None:
-        """Write the remaining messages, or give up if the file hangs."""
+        """Write the remaining messages; give up after a time limit if the file hangs."""
         if self._thread.is_alive():
             patience_s = TERMINAL_CLOSE_TIMEOUT_S if self._is_terminal else CLOSE_TIMEOUT_S
             try:
@@ -107,7 +109,8 @@ def log_without_waiting(path: Path) -> None:
 
 
 def _written_behind(stream: TextIO) -> PatientOutput:
-    """Replace a stream; its last lines are written, or given up, when the process exits."""
+    """Return a replacement for `stream`. When the process exits, its last lines are written, or dropped after a time
+    limit."""
     patient = PatientOutput(stream)
     atexit.register(patient.close)
     return patient

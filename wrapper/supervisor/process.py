@@ -2,9 +2,9 @@
 codes.
 
 `python -P -m wrapper.supervisor.process --run FILE --listen FD`, started by the guardian. With `--take-over` it
-replaces a supervisor that died, and with `--successor` an agent has started it because the guardian's node is lost:
-both rebuild the controller from the journal, and agents that accept their term report the rest. With `--bury` no
-restart is remaining: it only writes the job's end.
+replaces a supervisor that died. With `--successor` it was started by an agent, because the guardian's node is lost. In
+both cases it rebuilds the controller from the journal, and agents that accept its term report the rest. With `--bury`,
+after the last permitted restart, it only records the job's end.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ async def supervise(
     journal: Path,
     forks: socket.socket | None = None,
 ) -> int:
-    """Run one job to its end; returns the exit code. Raises UsageError before anything is started."""
+    """Run one job to its end and return the exit code. Raises UsageError before anything is started."""
     from rich.console import Console
 
     from resihp.controller import Controller
@@ -118,8 +118,9 @@ async def supervise(
 
 
 def _server(request: RunRequest) -> str | None:
-    """Return the ledger's absolute URL if it is on a server, else None. A server's ledger is opened in the background:
-    it may be down, full, hung, or wait for its administrator. Raises LedgerError for a URL that can never be opened."""
+    """Return the ledger's absolute URL if it is on a server, else None. A ledger on a server is opened in the
+    background, because the server may be down, full, hung, or waiting for its administrator. Raises LedgerError for a
+    URL that can never be opened."""
     from db.engine import check, file_of, resolve
 
     url = resolve(request.ledger_url, request.of_job.folder)
@@ -141,7 +142,7 @@ async def supervise_with(
     forks: socket.socket | None = None,
     loader: SearchLoader | None = None,
 ) -> int:
-    """Run one job with the given parts; see `supervise`."""
+    """Run one job with the given controller, ledger and view; see `supervise`."""
     job = request.of_job
     host = listener.getsockname()[0]
     loop = asyncio.get_running_loop()
@@ -236,8 +237,8 @@ def _first_entry(request: RunRequest, takeover: TakeoverSource | None) -> AnyEnt
 
 
 def _with_spares(configuration: dict[str, Any], spares: int) -> dict[str, Any]:
-    """Return the configuration with the actual number of spare nodes, since Slurm may have given more nodes than
-    requested: the ledger derives from it how many devices the first layout was to have."""
+    """Return the configuration with the actual number of spare nodes, because Slurm may have allocated more nodes than
+    requested. The ledger derives from this number how many devices the first layout was meant to have."""
     slurm = configuration.get("slurm")
     return {**configuration, "slurm": {**(slurm if isinstance(slurm, dict) else {}), "spares": spares}}
 

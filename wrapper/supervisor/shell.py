@@ -1,10 +1,10 @@
-"""The supervisor's shell: sockets, clock, signals, journal and ledger around `resihp.controller`.
+"""The supervisor's shell: connects `resihp.controller` to sockets, clock, signals, journal and ledger.
 
-Run by `wrapper.supervisor.process`, one for a job. The controller makes all decisions about the job; the shell carries
-out its actions in order: each `Log` is on disk before the next action, and a decision is also known to a quorum of
-agents (`wrapper.supervisor.journaling.gate`). A leader whose disk fails, or that no quorum follows, steps back: it
-closes its connections and leaves the job to a successor. A crash in here ends the job with a message, exit code 70, and
-the traceback in `<job>/logs/supervisor.log`.
+Run by `wrapper.supervisor.process`, once for each job. The controller makes all decisions about the job; the shell
+carries out its actions in order. Each `Log` is on disk before the next action, and with succession a quorum of agents
+also has each decision (`wrapper.supervisor.journaling.gate`). A leader whose disk fails, or that no quorum follows,
+steps back: it closes its connections and leaves the job to a successor. A crash of the shell ends the job with a
+message, exit code 70, and the traceback in `<job>/logs/supervisor.log`.
 """
 
 from __future__ import annotations
@@ -65,22 +65,23 @@ if TYPE_CHECKING:
     from db.telemetry import report_rows
 
 SAME_SIGNAL_S = 0.25
-"""Two signals within this time count as one: `timeout` sends each to its child and to the child's group."""
+"""Two signals within this time count as one, because `timeout` sends a signal both to its child and to the child's
+process group."""
 GUARDIAN_GONE_S = 1.0
-"""Delay before acting on the guardian's death, which the kernel reports by SIGHUP (`wrapper.supervisor.process`): its
-killer may be about to kill us, too."""
+"""Delay before acting on the guardian's death, which the kernel reports by SIGHUP (`wrapper.supervisor.process`): the
+cause of its death may be about to kill this process, too."""
 BEAT_S = 1.0
 MAX_DISK_STALL_S = 5.0
-"""How long the disk may refuse or stall journal writes before another supervisor must lead."""
+"""With succession: how long journal writes may fail or stall before this supervisor steps back for a successor."""
 DISK_GIVE_UP_S = 600.0
-"""The same where nobody else can lead, before the job is ended."""
+"""Without succession: how long journal writes may fail or stall before the job is ended."""
 CLOSE_S = 5.0
 
 _log = logging.getLogger("supervisor")
 
 
 class Supervisor:
-    """The supervisor of one job, from the first agent to the exit code. `run` may be called once."""
+    """The supervisor of one job, from the first agent to the exit code. `run` may be called only once."""
 
     def __init__(
         self,
@@ -98,10 +99,10 @@ class Supervisor:
         lead: m.Lead | None = None,
         membership: Membership | None = None,
     ) -> None:
-        """`slurm` makes the Slurm desk, and `thinker` the process that plans ahead; both get the callback for their
-        events. `lead` is set after a take-over; `membership` has then read the previous leaders' journal. `memory`
-        knows the speeds of nodes in earlier jobs. Without a `listener` one is made. Agents keep copies of the journal
-        if the request asks for succession."""
+        """`slurm` makes the Slurm desk, and `thinker` the process that plans ahead; both receive the callback for their
+        events. After a take-over, `lead` is set, and `membership` reflects the journal of the previous leaders.
+        `memory` reads the speeds of nodes in earlier jobs. Without a `listener` one is opened. Agents keep copies of
+        the journal if the request asks for succession."""
         membership = membership or Membership()
         self._slurm: SlurmDeskLike = slurm(self._event) if slurm else NoSlurm()
         self._thinker: ThinkerLike = thinker(self._event) if thinker else NoPlanAhead()
@@ -144,7 +145,7 @@ class Supervisor:
         self._interrupts, self._interrupted_at = 0, -math.inf
 
     async def run(self, started: AnyEntry) -> int:
-        """Supervise the job to its end; `started` is our first journal entry. Returns the exit code."""
+        """Supervise the job to its end and return the exit code. `started` is this supervisor's first journal entry."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, loop.call_later, GUARDIAN_GONE_S, self._signalled, signal.SIGTERM)
         if self._request.succession and self._took_over:
@@ -173,8 +174,8 @@ class Supervisor:
         return LEADER_DEPOSED if self._is_deposed else end.exit_code
 
     def log(self, entry: AnyEntry) -> None:
-        """Append an entry to the journal and show it to the user; the ledger gets it once it is on disk. Ignored for a
-        leader that was deposed."""
+        """Append an entry to the journal and show it to the user. The ledger receives the entry once it is on disk. A
+        deposed leader logs nothing."""
         if self._is_deposed:
             return
         self._job_ended = self._job_ended or isinstance(entry, JobEnded)
@@ -203,7 +204,7 @@ class Supervisor:
     # --- events in, actions out -------------------------------------------------------------------------------
 
     def _event(self, event: api.AnyEvent) -> None:
-        """Hand one event to the controller and carry out its actions. A crash on the way ends the job."""
+        """Hand one event to the controller and carry out the resulting actions. An exception in either ends the job."""
         try:
             self._look(event)
             if self._end.done():
@@ -232,7 +233,7 @@ class Supervisor:
         self._acting(partial(self._gate.acknowledged, node, number))
 
     def _acting(self, step: Callable[[], None]) -> None:
-        """Carry out actions that were held back. A crash on the way ends the job."""
+        """Run `step`, which carries out delayed actions. An exception in it ends the job."""
         try:
             step()
         except Exception:  # noqa: BLE001 - logged with its traceback, and the job ends
@@ -240,7 +241,7 @@ class Supervisor:
             self._crash("internal error while acting on a decision")
 
     def _deposed(self, reason: str) -> None:
-        """Step back because another supervisor leads, or may lead: drop all pending actions."""
+        """Step back because another supervisor leads or may lead: drop all pending actions."""
         if not self._end.done():
             _log.warning("steps back as leader: %s", reason)
             self._gate.give_up()
@@ -254,8 +255,8 @@ class Supervisor:
             self._memory.recall(nodes, lambda usual: self._event(api.NodesRemembered(usual=dict(usual))))
 
     def _look(self, event: api.AnyEvent) -> None:
-        """Handle telemetry, which the controller does not record, and exits of workers after the controller has ended
-        the job."""
+        """Handle events that the controller does not record: telemetry, and exits of workers after the controller has
+        ended the job."""
         match event:
             case api.WorkerSaid(rank=rank, message=m.Stepped() as stepped):
                 self._view.report(rank, stepped)
@@ -340,7 +341,8 @@ class Supervisor:
             self._judge_disk()
 
     def _judge_disk(self) -> None:
-        """Step back, or end the job, if the journal cannot be written: without it no decision can be made."""
+        """Step back, or end the job, if the journal has been unwritable for too long: without a journal no decision can
+        be made."""
         behind_s = self._journal.behind_s
         if behind_s <= MAX_DISK_STALL_S or self._end.done():
             return
@@ -366,8 +368,8 @@ class Supervisor:
             self._ledger.telemetry(rows)
 
     def _signalled(self, number: signal.Signals) -> None:
-        """Hand a signal to the controller, or end at once on an operator's second signal, and on one while the job
-        winds down. In Slurm, TERM is not an operator's."""
+        """Hand a signal to the controller. End the job at once on an operator's second signal, or on a signal while the
+        job winds down. In Slurm, SIGTERM is not sent by an operator."""
         if number == signal.SIGINT or (number == signal.SIGTERM and not self._settings.slurm):
             now, before = time.monotonic(), self._interrupted_at
             self._interrupted_at = now
@@ -406,7 +408,7 @@ class Supervisor:
     async def _wind_down(self, end: api.End) -> None:
         """Release the agents, wait, kill remaining processes, and make everything durable.
 
-        A supervisor that was deposed only leaves: agents and workers belong to its successor.
+        A deposed supervisor only closes its connections: agents and workers belong to its successor.
         """
         await self._thinker.close()
         if self._is_deposed:
@@ -439,7 +441,7 @@ class Supervisor:
 
     @contextmanager
     def _in_spite_of(self, task_name: str) -> Iterator[None]:
-        """Log and report a failure of one step of the end, so that the others are still done."""
+        """Log and report a failure of one step of the job's end, so that the remaining steps are still done."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - logged with its traceback, and reported
@@ -463,7 +465,7 @@ class Supervisor:
             self._crash("internal error")
 
     def _crash(self, problem: str) -> None:
-        """End the job, once, because of a fault in the supervisor."""
+        """End the job because of an internal error or an unwritable journal. Does nothing if the job has ended."""
         if self._end.done():
             return
         log = self._job.logs / "supervisor.log"

@@ -1,7 +1,6 @@
-"""What a supervisor takes over: the journal of the one before it, or an agent's copy of that.
+"""The source of a take-over: the previous supervisor's journal, or an agent's copy of it.
 
-Decides whether there is something to take over, and under which term. Starts nothing. Called by
-`wrapper.supervisor.process`.
+Decides whether a take-over is possible, and under which term. Starts nothing. Called by `wrapper.supervisor.process`.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ class TakeoverSource:
     how: Literal["restarted", "elected"]
     records: tuple[Record, ...]
     membership: Membership
-    """Leaders and voters according to the records."""
+    """Leaders and voters according to `records`."""
     journal: Journal
-    """The file of the records, which the new supervisor continues."""
+    """The file that contains `records`; the new supervisor continues it."""
 
     @property
     def lead(self) -> Lead:
@@ -52,8 +51,8 @@ def takeover_source(
 ) -> TakeoverSource:
     """Read a journal and return the source of a take-over. Raises ProtocolError if there is nothing to take over.
 
-    `are_started`: whether agents are running that will join although none has joined yet. The new term is noted beside
-    the journal before anybody learns it: a term that was tried in vain is never used again.
+    `are_started`: whether agents are running that will join, although none has joined yet. The new term is written to a
+    file beside the journal before any agent learns it, so that the term of a failed take-over is never used again.
     """
     records: list[Record] = []
     opened = Journal(journal, found=records)
@@ -76,7 +75,8 @@ def takeover_source(
 
 
 def agents_are_started(request: RunRequest) -> bool:
-    """Return whether all agents run, as far as this node can tell: srun starts those of all other nodes."""
+    """Return whether all agents run, as far as this node can tell. Under Slurm one agent on this node is enough,
+    because srun starts the agents of the other nodes."""
     started: set[str] = set()
     for process in agents_of(request.of_job):
         with suppress(psutil.Error):
@@ -86,7 +86,7 @@ def agents_are_started(request: RunRequest) -> bool:
 
 
 def agents_of(job: Job) -> list[psutil.Process]:
-    """Return the job's agents on this machine: live processes that were started for its run file."""
+    """Return the processes of the job's agents on this machine: live processes that were started with its run file."""
     processes = []
     for process in psutil.process_iter():
         try:
@@ -99,8 +99,9 @@ def agents_of(job: Job) -> list[psutil.Process]:
 
 
 def inherit(copy: Path) -> Path:
-    """Return the journal for a supervisor on this node, at first a copy of its agent's."""
+    """Return the path of the journal for a supervisor on this node; if it does not exist yet, make it from the agent's
+    copy."""
     journal = copy.with_suffix(".journal")
-    if not journal.exists():  # else a supervisor on this node has already continued it
+    if not journal.exists():  # otherwise a supervisor on this node has already continued it
         shutil.copyfile(copy, journal)
     return journal

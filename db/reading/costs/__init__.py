@@ -1,6 +1,6 @@
-"""Where the time of jobs went.
+"""How the time of jobs was spent.
 
-`goodput` puts commits on one clock, `iteration_shares` divides iterations, `timeline` attributes every second, for
-`job_timeline`, and `cost_accounts` adds up: all of them pure, as are `stored_accounts` and `summary`. `accounts` and
-`fleet_costs` read the rows from a ledger.
+`goodput` puts commits on one clock. `iteration_shares` divides iterations into shares. `timeline` attributes every
+second, and `job_timeline` does so for a job. `cost_accounts` adds up. All of these are pure, as are `stored_accounts`
+and `summary`. `accounts` and `fleet_costs` read the rows from a ledger.
 """

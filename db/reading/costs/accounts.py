@@ -1,6 +1,7 @@
-"""Accounts of a ledger's jobs: reads the rows from which `db.reading.costs` computes where time went. Changes nothing.
+"""Cost accounts of a ledger's jobs: reads the rows from which `db.reading.costs` computes how time was spent. Changes
+nothing.
 
-Implements the methods of `Reader` that have the same names; their docstrings describe the results.
+Implements the methods of `Reader` with the same names; the docstrings there describe the results.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from db.reading.reader import Reader
 
 JOBS_AT_ONCE = 100
-"""Number of jobs whose rows are read together, from tables with few rows per job."""
+"""Number of jobs with rows that are read together, from tables with few rows per job."""
 
 
 def _by_job(rows: Iterable[Row]) -> dict[int, list[Row]]:
@@ -88,7 +89,7 @@ def timelines(
 
 
 def _narrow_of(reader: Reader, table: str, job_ids: Sequence[int]) -> dict[int, list[Row]]:
-    """Return the columns of `Reader.narrow` for several jobs."""
+    """Return the rows of `Reader.narrow` for several jobs, by job id."""
     view = TABLES[table]
     columns = view.source.c
     query = select(columns.job_id, *(columns[name] for name in ACCOUNT_COLUMNS[table]))
@@ -96,9 +97,9 @@ def _narrow_of(reader: Reader, table: str, job_ids: Sequence[int]) -> dict[int, 
 
 
 def _holdings(reader: Reader, job_ids: Sequence[int]) -> dict[int, list[Row]]:
-    """Return the nodes of jobs for computing costs: `node`, `devices`, `joined_at` (the first time, for a node that
-    returned), `released_at`, and the number of the request that it answered (`replacement`), null for the job's own
-    nodes."""
+    """Return the nodes of jobs, by job id, for computing costs. Columns: `node`, `devices`, `joined_at` (of the first
+    stay, for a node that returned), `released_at`, and `replacement`, the number of the request that the node answered,
+    null for a node of the job's own allocation."""
     nodes, served, requests = (m.__table__.c for m in (models.NodeRow, models.MembershipRow, models.ReplacementRow))
     first = select(func.min(served.joined_at)).where(served.job_id == nodes.job_id, served.node == nodes.node)
     answered = select(func.min(requests.replacement)).where(

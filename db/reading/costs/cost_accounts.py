@@ -1,50 +1,51 @@
-"""Where the time of a job went, in seconds and GPU-hours, from the rows of its ledger. Pure; reads nothing.
+"""How the time of a job was spent, in seconds and GPU-hours, from the rows of its ledger. Pure; reads nothing.
 
-A job *holds* its GPUs from its start to its end (now, while it runs; its last entry, if it is known to have died; one
-day after its last entry, if nobody has recorded its death). The time held is the sum of
+A job *holds* its GPUs from its start to its end. The end of a running job is now; that of a job known to have died is
+its last entry; that of a job with an unrecorded death is one day after its last entry. The time held is the sum of
 
 =============  ========================================================================================================
-`useful`       committed iterations, minus their parts counted as `slow`, `idle`, `capacity` and `rollback`
+`useful`       committed iterations, minus the parts of them that count as `slow`, `idle`, `capacity` and `rollback`
 `start`        from the job's start until the first committed iteration begins; all of it if none was committed
 `detect`       from a failure until it was noticed, both from the failure's row (`failed_at`, `noticed_at`); for several
                failures that one change of plan ended, from the first failure to the first notice
 `redo`         discarded work on the interrupted iteration: from the last commit to the failure. Zero if the iteration
-               counted, or none was under way
+               was committed, or if none was in progress
 `reconfigure`  from the notice to the first commit after it, minus the iterations committed meanwhile: park, plan,
-               groups, state. Until the end for a failure that was never recovered from
-`rollback`     the useful part of committed iterations that a later attempt of the same run committed again. Known only
-               once that attempt exists: a stored account keeps it apart (`RolledBack`), together with the iterations
-               concerned, and it is computed anew if these have changed
-`slow`         excess time of iterations while something slow was at work: a `fail-slow` failure, from its first slow
-               iteration to its end, except under plans that give it no work (`db.reading.plans.idle_epochs`). The
-               excess is the time, without `idle` and `capacity`, over the healthy time. The healthy time is the
-               detector's prediction for the plan and the workload, scaled by the ratio of actual to predicted time
-               while nothing was slow if that ratio is far from 1, as on a busy machine. Under a later plan, which has
-               already adapted to the slow device, it is the time per token of healthy iterations on as many devices,
-               if there are any
-`idle`         iterations' time on fewer devices than requested (`asked_devices`), multiplied by the share of requested
-               devices that exist but stand by: in it they would have done their part. They failed the start's probe,
-               are slow, or the plan has no stage for them
-`capacity`     the same for devices that are missing: dead, lost with their node, or never come. It is the cost of
-               waiting for nodes. For GPU-hours, both count only devices that are held: a node that was given back costs
-               time, but no GPU-hours
+               groups, state. Until the job's end for a failure without a recovery
+`rollback`     the useful part of committed iterations that a later attempt of the same run committed again. It is known
+               only once that attempt exists, so a stored account has it in a separate field (`RolledBack`), together
+               with the iterations concerned. It is computed again if these iterations have changed
+`slow`         excess time of iterations that were affected by a `fail-slow` failure: from the failure's first slow
+               iteration to its end, except under plans that give the slow component no work
+               (`db.reading.plans.idle_epochs`). The excess is the time, without `idle` and `capacity`, over the
+               healthy time. The healthy time is the detector's prediction for the plan and the workload. It is scaled
+               by the ratio of actual to predicted time while nothing was slow if that ratio is far from 1, as on a
+               busy machine. Under a later plan, which has already adapted to the slow device, the healthy time is the
+               time per token of healthy iterations on as many devices, if there are any
+`idle`         time of iterations on fewer devices than requested (`asked_devices`), multiplied by the share of
+               requested devices that exist but are on standby: in this time they would have done their share of the
+               work. They failed the probe at the start, are slow, or the plan has no stage for them
+`capacity`     the same for devices that are missing: dead, lost with their node, or not joined yet. It is the cost of
+               waiting for nodes. For GPU-hours, `idle` and `capacity` count only devices that are held: a node that
+               was given back costs time, but no GPU-hours
 `checkpoint`   pauses between a checkpointed iteration and the next one, beyond the usual pause
 `other`        the rest: the usual pauses between iterations, winding down after the last one, clock differences, and
                unrecorded time
 =============  ========================================================================================================
 
 *Wall time* begins with the first committed iteration (with the first plan if none is committed) and ends with the job;
-for a completed job, with its last commit. *Goodput* = committed iterations, minus `idle` and `capacity`, / wall time:
-the time that they would have taken in the requested layout with all its devices. It counts slow iterations, and those
-committed again, as work done. *ETTR* has the same numerator over the time held (Kokolis et al., "Revisiting reliability
-in large-scale ML clusters"). Spare nodes are not part of the layout: standing by is their purpose, and their hours are
-included in every line. *GPU-hours* are times multiplied by the devices held at that moment: the allocation's from the
-job's start, a lost node's until it is given back. *Useful share* = useful GPU-hours / GPU-hours held. *MTBF* is time
-held per root cause, or per root cause of hardware, both also as failures in 1,000 GPU-days held; *MTTR* is the mean
-time from the failure to the first commit after it, `detect` included.
+for a completed job, with its last commit. *Goodput* is the time of committed iterations, minus `idle` and `capacity`,
+over the wall time. Its numerator is the time that these iterations would have taken in the requested layout with all
+its devices. Slow iterations, and iterations that are committed again later, count as work done. *ETTR* has the same
+numerator over the time held (Kokolis et al., "Revisiting reliability in large-scale ML clusters"). Spare nodes are not
+part of the layout: their purpose is to stand by, and their hours are included in every line. *GPU-hours* are times
+multiplied by the devices held at that moment: those of the allocation from the job's start, those of a lost node until
+it is given back. *Useful share* is useful GPU-hours over GPU-hours held. *MTBF* is the time held per root cause, or per
+root cause of hardware; both are also given as failures in 1,000 GPU-days held. *MTTR* is the mean time from the failure
+to the first commit after it, `detect` included.
 
-`goodput` beside it defines the clock of commits, `iteration_shares` and `timeline` attribute the time on it, and
-`job_timeline` does so for a job.
+`goodput` defines the clock of commits, `iteration_shares` and `timeline` attribute the time on it, and `job_timeline`
+does so for a job.
 """
 
 from __future__ import annotations
@@ -66,14 +67,15 @@ from db.reading.costs.timeline import (
 Row = dict[str, Any]
 
 OF_FAILURES = ("detect", "reconfigure", "redo", "rollback", "slow", "idle", "capacity")
-"""Causes attributed to failures, to unfit devices, and to the changes of plan that they lead to."""
+"""Causes that are attributed to failures, to unfit devices, and to the resulting changes of plan."""
 OF_HARDWARE = frozenset({"device", "node", "link", "process"})
-"""Components that count as hardware if a failure does not say whether it was: those of `db.reading.health`."""
+"""Components that count as hardware if a failure's row does not say whether it was hardware; the same as in
+`db.reading.health`."""
 GPU_DAYS = 1000.0
 
 
 class RolledBack(msgspec.Struct, frozen=True, kw_only=True):
-    """Useful time of a job that is over which later attempts did again, in the iterations `again`."""
+    """Useful time of a job that is over which later attempts repeated, in the iterations `again`."""
 
     again: tuple[tuple[int, int], ...]
     seconds: float
@@ -81,21 +83,22 @@ class RolledBack(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
-    """Account of a job; see the module's docstring. `lost_s`, `lost_gpu_hours`: by `CAUSES`; with `useful_s` they add
-    up to `held_s`, with `useful_gpu_hours` to `gpu_hours`. Fields with a default are missing in accounts of older
-    versions, which covered only the wall time."""
+    """Cost account of a job; see the module's docstring. `lost_s` and `lost_gpu_hours` are by `CAUSES`. `lost_s` and
+    `useful_s` add up to `held_s`; `lost_gpu_hours` and `useful_gpu_hours` add up to `gpu_hours`. Fields with a default
+    are missing in accounts of older versions, which covered only the wall time."""
 
     wall_s: float
     useful_s: float
     committed_s: float
-    """Seconds of committed iterations, slow or not, on the requested devices: goodput's numerator."""
+    """Seconds of committed iterations, slow or not, reduced to the requested layout with all devices: the numerator of
+    goodput."""
     goodput: float | None
     ettr: float | None
     lost_s: dict[str, float]
     gpu_hours: float
     lost_gpu_hours: dict[str, float]
     devices: float
-    """Number of devices held, on average."""
+    """Average number of devices held."""
     failures: int
     mtbf_s: float | None
     mttr_s: float | None
@@ -103,13 +106,13 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     useful_gpu_hours: float = 0.0
     hardware_failures: int = 0
     repairs: int = 0
-    """Number of failures that ended with a recovery; `mttr_s` is their mean time."""
+    """Number of failures that ended with a recovery; `mttr_s` is the mean time of the recoveries."""
     in_proportion: int = 0
-    """Number of jobs whose causes were taken in proportion to their wall time, because they were cut and their rows
-    thinned."""
+    """Number of jobs of which only a part was counted, with causes in proportion to the wall time, because their rows
+    were thinned."""
     rolled_back: RolledBack | None = None
-    """Present only in an account stored in a job's row, whose other figures exclude later attempts; None if there are
-    none, or if it has yet to be computed."""
+    """Set only in an account stored in a job's row, in which the other figures exclude later attempts. None if there
+    are no later attempts, or if their effect is not computed yet."""
 
     @property
     def failure_gpu_hours(self) -> float:
@@ -118,7 +121,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def useful_share(self) -> float | None:
-        """Share of the GPU-hours held."""
+        """Useful share of the GPU-hours held; None if there are none."""
         return self.useful_gpu_hours / self.gpu_hours if self.gpu_hours > 0 else None
 
     @property
@@ -150,7 +153,7 @@ def of_hardware(failure: Row) -> bool:
 
 
 def between(held_time: HeldTime, since_s: float = -np.inf, until_s: float = np.inf) -> Account:
-    """Return the account of a part of a job, from `since_s` on and before `until_s`, in seconds since the job's
+    """Return the account of the part of a job from `since_s` on and before `until_s`, in seconds since the job's
     start."""
     every_s, every_h = (amounts.tolist() for amounts in held_time.between(since_s, until_s))
     seconds, hours = dict(zip(SHARES, every_s, strict=True)), dict(zip(SHARES, every_h, strict=True))

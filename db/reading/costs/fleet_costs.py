@@ -1,7 +1,7 @@
-"""Costs of many jobs: which cause took how much of their time, by job, owner, account, partition, cluster or period.
+"""Costs of many jobs: how much of their time each cause took, by job, owner, account, partition, cluster or period.
 
-Decides which part of a job's time belongs to a period; the definitions are those of `cost_accounts` beside it. Reads
-only. Called by `history`, `report` and `db.reading.queries`.
+Decides which part of a job's time belongs to a period; `cost_accounts` defines the causes. Reads only. Called by
+`history`, `report` and `db.reading.queries`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ CostBy = Literal["job", "owner", "account", "partition", "cluster", "week", "mon
 Period = Literal["week", "month"]
 COST_BY: tuple[str, ...] = get_args(CostBy)
 MAX_CLOCK_SETBACK = timedelta(days=1)
-"""Largest time by which a clock may have been set back in a job, so that its end is not the time of its last entry."""
+"""Largest time by which a clock may have been set back during a job, so that the job ended later than the time of its
+last entry."""
 
 
 def accounts(
@@ -38,11 +39,11 @@ def accounts(
     period: Period | None = None,
     others: Sequence[Row] = (),
 ) -> list[tuple[Row, Account]]:
-    """Return every job of a ledger, or of a `user`, that held devices from `since` on and before `until`, newest first,
-    with the account of its time in that period.
+    """Return the jobs of a ledger, or of a `user`, that held devices in the period from `since` on and before `until`,
+    newest first, each with the account of its time in this period.
 
-    With a `period`, once for each one that overlaps the job, with its name in the row: weeks begin on Mondays, all
-    times are UTC. `others`: attempts in other ledgers, as from `Reader.attempts`.
+    With `period`, a job is returned once for each week or month that overlaps it, with the name of the week or month in
+    its row. Weeks begin on Mondays; all times are UTC. `others`: attempts in other ledgers, as from `Reader.attempts`.
     """
     now = now or datetime.now(UTC)
     columns = JobRow.__table__.c
@@ -66,22 +67,23 @@ def costs_of(
     period: Period | None = None,
     others: Sequence[Row] = (),
 ) -> list[tuple[Row, Account]]:
-    """Return the same for one job, over its whole time; `job` is its row."""
+    """Return the account of one job over its whole time, in the form of `accounts`; `job` is its row."""
     again = {job["uuid"]: reader.committed_again(job, others)}
     return _costs(reader, [job], again, now or datetime.now(UTC), _Cut(None, None, period))
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """The time for which costs are requested: between two moments, and by periods if any."""
+    """The time for which costs are requested: from `since` on, before `until` (None for no limit), and by `period` if
+    set."""
 
     since: datetime | None
     until: datetime | None
     period: Period | None
 
     def whole(self, job: Row, account: Account) -> list[tuple[str | None, Account]] | None:
-        """Return the cost of a job from its stored account, if one part contains all of it; an empty list if it was
-        over before; None if it has to be cut."""
+        """Return a job's cost from its stored account if one part contains the whole job; an empty list if the job
+        ended before `since`; None if the job must be cut into parts."""
         began: datetime = job["started_at"]
         end = began + timedelta(seconds=account.held_s)
         if self.since is not None and end < self.since:
@@ -91,7 +93,7 @@ class _Cut:
         return []
 
     def parts(self, job: Row, timeline: HeldTime) -> list[tuple[str | None, Account]]:
-        """Return the cost of a job by parts."""
+        """Return the costs of a job by part: (name of the period, account)."""
         began: datetime = job["started_at"]
         if self.since is None and self.until is None and self.period is None:
             return [(None, between(timeline))]
@@ -103,7 +105,7 @@ class _Cut:
         return named_parts
 
     def _windows(self, began: datetime, end: datetime) -> Iterator[tuple[str | None, datetime, datetime]]:
-        """Yield the parts of the time around a job: name, since, until."""
+        """Yield the parts of the requested time that may overlap a job: (name, since, until)."""
         first, last = self.since or began, self.until or end + timedelta(seconds=1)
         if self.period is None:
             yield None, first, last
@@ -121,8 +123,8 @@ class _Cut:
 def _costs(
     reader: Reader, jobs: Sequence[Row], again: Mapping[str, Again], now: datetime, cut: _Cut
 ) -> list[tuple[Row, Account]]:
-    """Return the costs of jobs by parts, from the stored account if one part contains the job. Rows of the other jobs
-    are read once, regardless of the number of parts, one job at a time."""
+    """Return the costs of jobs by part, from the stored account if one part contains the whole job. The rows of other
+    jobs are read once, one job at a time, however many parts there are."""
     kept = [stored_account_with(job, again.get(job["uuid"], ())) for job in jobs]
     whole = [None if account is None else cut.whole(job, account) for job, account in zip(jobs, kept, strict=True)]
     timelines = reader.timelines(
@@ -136,8 +138,9 @@ def _costs(
 
 
 def cost_rows(job_accounts: Sequence[Account], price: float | None = None) -> list[Row]:
-    """Return the rows `cause` (`useful` first), `seconds`, `share` of the time held, `gpu_hours`, `of_failures`; sums
-    over jobs. With the `price` of a GPU-hour, also `money`."""
+    """Return one row for each cause, `useful` first, with sums over the accounts: `cause`, `seconds`, `share` of the
+    time held, `gpu_hours`, `of_failures` (whether the cause is attributed to failures). With the `price` of a GPU-hour,
+    also `money`."""
     total = added(job_accounts)
     seconds = {"useful": total.useful_s, **total.lost_s}
     hours = {"useful": total.useful_gpu_hours, **total.lost_gpu_hours}
@@ -155,7 +158,8 @@ def cost_rows(job_accounts: Sequence[Account], price: float | None = None) -> li
 
 
 JOB_KEYS = ("uuid", "host", "state", "started_at")
-"""Columns that identify a job besides its name, which jobs of other folders or hosts may share."""
+"""Columns that identify a job in addition to its name, because jobs of other folders or hosts may have the same
+name."""
 
 
 def cost_by_job(job_accounts: Iterable[tuple[Row, Account]], price: float | None = None) -> list[Row]:
@@ -167,9 +171,9 @@ def cost_by_job(job_accounts: Iterable[tuple[Row, Account]], price: float | None
 
 
 def cost_by(by: CostBy, job_accounts: Iterable[tuple[Row, Account]], price: float | None = None) -> list[Row]:
-    """Return one row for each owner, (Slurm) account, partition, cluster, week or month: its name, `jobs`, and the
-    columns of `figures`. Most GPU-hours first, but periods in their order. For periods, call `accounts` with that
-    period."""
+    """Return one row for each owner, (Slurm) account, partition, cluster, week or month: its name, the number of
+    `jobs`, and the columns of `figures`. Groups with most GPU-hours come first; weeks and months are in order of time.
+    For weeks and months, `job_accounts` must come from `accounts` with the same `period`."""
     if by == "job":
         return cost_by_job(job_accounts, price)
     groups: dict[str, list[tuple[Row, Account]]] = {}
@@ -189,7 +193,7 @@ def cost_by(by: CostBy, job_accounts: Iterable[tuple[Row, Account]], price: floa
 
 
 def figures(account: Account, price: float | None = None) -> Row:
-    """Return an account as columns `FIGURE_COLUMNS`; with the `price` of a GPU-hour also `money` and
+    """Return an account as columns `FIGURE_COLUMNS`; with the `price` of a GPU-hour, also `money` and
     `failure_money`."""
     row = {
         "wall_seconds": account.wall_s,
@@ -225,4 +229,4 @@ FIGURE_COLUMNS = (
     *("hardware_failures", "hardware_mtbf_seconds", "failure_rate", "hardware_failure_rate"),
     *("useful_gpu_hours", *(f"{cause}_gpu_hours" for cause in CAUSES)),
 )
-"""`failure_rate`, `hardware_failure_rate`: in 1,000 GPU-days. The rest as in `Account`."""
+"""`failure_rate` and `hardware_failure_rate` are per 1,000 GPU-days; the other columns are as in `Account`."""

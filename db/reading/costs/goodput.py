@@ -1,8 +1,8 @@
 """A job's commits on one clock, and the interruptions between them: the basis of `cost_accounts`. Pure; reads nothing.
 
-The clock starts with the first committed iteration and never goes back: where the ledger's clock did, between two
-commits, the later iteration counts as if it had followed at once. An iteration of unknown duration counts as the
-median. Where rows were thinned, a row stands for those removed before it.
+The clock starts with the first committed iteration and never goes back: if the ledger's clock went back between two
+commits, the later iteration counts as if it had followed at once. An iteration of unknown duration counts with the
+median duration. If rows were thinned, a row represents the iterations removed before it.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ Row = dict[str, Any]
 Floats = NDArray[np.float64]
 
 SAME_MOMENT_S = 1e-3
-"""Largest difference, in seconds, at which two times count as equal: databases round them."""
+"""Largest difference, in seconds, at which two times count as equal, because databases round times."""
 
 
 def devices_of(nodes: int, gpus_per_node: int, configuration: object) -> int:
-    """Return the number of devices in the requested layout: those of all of the job's own nodes except its spares,
-    whether they came or not. The journal keeps the number of spare nodes in the configuration (`[slurm] spares`)."""
+    """Return the number of devices in the requested layout: the devices of all nodes of the job's own allocation except
+    its spares, whether the nodes joined or not. The configuration in the journal has the number of spare nodes
+    (`[slurm] spares`)."""
     slurm = configuration.get("slurm") if isinstance(configuration, Mapping) else None
     spares = slurm.get("spares") if isinstance(slurm, Mapping) else 0
     return max(nodes - (spares if isinstance(spares, int) else 0), 0) * gpus_per_node
 
 
 class Interruption(msgspec.Struct, frozen=True, kw_only=True):
-    """Time lost between two commits to failures, or to a change of plan. `iteration`: the first one after it, None if
-    there was none; `epoch`: of its reconfiguration, None if there was no recovery."""
+    """Time lost between two commits to failures or to a change of plan. `iteration`: the first iteration after the
+    interruption, None if there was none. `epoch`: epoch of the reconfiguration that ended the interruption, None
+    without a recovery."""
 
     kind: str
     """Kind of the first failure, or `reconfiguration`."""
@@ -46,9 +48,9 @@ class Interruption(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int | None
     iteration: int | None
     before: int
-    """Index of the last commit before it was noticed, -1 for none."""
+    """Index of the last commit before the interruption was noticed; -1 if there was none."""
     after: int
-    """Index of the first commit after it, the number of commits for none."""
+    """Index of the first commit after the interruption; the number of commits if there was none."""
     detect_s: float
     redo_s: float
     reconfigure_s: float
@@ -60,19 +62,19 @@ class Interruption(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class Counting:
-    """Counted time of each committed iteration, in order of commits.
+    """Computes the counted time of each committed iteration; iterations must come in order of commits.
 
-    An iteration's seconds are the slowest rank's, and ranks begin one after the other: added up, iterations would
-    exceed the elapsed time and hide losses. So an iteration counts at most the time since the last commit, plus the
-    time by which that commit was late under the same plan; several iterations committed at once share the time before
-    them.
+    The recorded seconds of an iteration are those of the slowest rank, and ranks begin an iteration one after the
+    other: added up, iterations would exceed the elapsed time and hide losses. So an iteration counts at most the time
+    since the last commit, plus the time by which that commit was late under the same plan. Several iterations that are
+    committed at once share the time before them.
     """
 
     _spare_s: float = 0.0
 
     def of(self, seconds: float, passed_s: float, *, same_plan: bool) -> float:
-        """Return the counted seconds. `passed_s`: since the commit before, at least 0; `same_plan`: whether that commit
-        was under the same plan."""
+        """Return the counted seconds of one iteration. `passed_s`: time since the previous commit, at least 0.
+        `same_plan`: whether the previous commit was under the same plan."""
         bunched = passed_s < 0.5 * seconds
         counted = min(seconds, passed_s + self._spare_s)
         if bunched:
@@ -82,14 +84,14 @@ class Counting:
         return counted
 
     def of_many(self, seconds: Floats, passed_s: Floats, *, same_plan: bool) -> Floats:
-        """Return the counted seconds of consecutive iterations; `same_plan` refers to the first, the others share its
-        plan."""
+        """Return the counted seconds of consecutive iterations under one plan. `same_plan`: whether the commit before
+        the first of them was under the same plan."""
         if not seconds.size:
             return np.zeros(0)
         late = np.maximum(passed_s - seconds, 0.0)
         if not same_plan:
             late[0] = 0.0
-        spare = np.concatenate(([self._spare_s], late))  # before each, and after the last, as if none were bunched
+        spare = np.concatenate(([self._spare_s], late))  # before each iteration and after the last
         for i in np.flatnonzero(passed_s < 0.5 * seconds):
             spare[i + 1] = spare[i] + passed_s[i] - min(seconds[i], passed_s[i] + spare[i])
         self._spare_s = float(spare[-1])
@@ -97,15 +99,16 @@ class Counting:
 
 
 class Course(msgspec.Struct, frozen=True, kw_only=True):
-    """Commits on a clock that starts with the first committed iteration and never goes back; seconds, by commit."""
+    """Commits on a clock that starts with the first committed iteration and never goes back. Times are in seconds, by
+    commit."""
 
     iterations: tuple[int, ...]
     epochs: tuple[int, ...]
     ends_s: tuple[float, ...]
     took_s: tuple[float, ...]
-    """Seconds of all iterations that the row stands for."""
+    """Seconds of all iterations that the row represents, by commit."""
     begin: datetime | None
-    """Start of the first iteration; of the first plan if none is committed."""
+    """Start of the first iteration; of the first plan if no iteration is committed; None without a plan."""
     finished: tuple[datetime, ...]
     wall_s: float
     before_s: float
@@ -118,14 +121,14 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
         return min(sum(self.took_s), self.wall_s)
 
     def shares_of(self, done_s: float) -> tuple[float | None, float | None]:
-        """Return goodput and ETTR for this amount of work done."""
+        """Return goodput and ETTR for `done_s` seconds of work done; None if they are undefined."""
         held_s = self.before_s + self.wall_s + self.after_s
         goodput = done_s / self.wall_s if self.wall_s > 0 and self.took_s else None
         return goodput, min(done_s / held_s, 1.0) if held_s > 0 and self.took_s else None
 
 
 def course(job: Row, iterations: Sequence[Row], plans: Sequence[Row], now: datetime) -> Course:
-    """Return the clock of a job; `iterations` in order."""
+    """Return the clock of a job. `iterations` must be in order."""
     ends, took = _ends_and_seconds(iterations)
     wall_s = ends[-1] if ends else 0.0
     end = job["last_entry_at"] if job["state"] == "abnormal" else job["ended_at"] or now
@@ -155,7 +158,7 @@ def course(job: Row, iterations: Sequence[Row], plans: Sequence[Row], now: datet
 
 
 def _ends_and_seconds(iterations: Sequence[Row]) -> tuple[list[float], list[float]]:
-    """Return the times of the commits on the clock, and the seconds of the iterations that each row stands for."""
+    """Return, by commit, the time on the clock and the seconds of the iterations that the row represents."""
     known_seconds = [row["seconds"] for row in iterations if row["seconds"] is not None]
     typical = statistics.median(known_seconds) if known_seconds else 0.0
     ends, took = [], []
@@ -182,8 +185,8 @@ def _ends_and_seconds(iterations: Sequence[Row]) -> tuple[list[float], list[floa
 def interruptions(
     job: Row, clock: Course, failures: Sequence[Row], reconfigurations: Sequence[Row]
 ) -> list[Interruption]:
-    """Return the interruptions of training, in order of time. A transition that ended several failures has the first
-    one's kind."""
+    """Return the interruptions of training, in order of time. A transition that ended several failures has the kind of
+    the first one."""
     summed = (0.0, *accumulate(clock.took_s))
     first_of: dict[int, int] = {}
     for index, epoch in enumerate(clock.epochs):
@@ -196,10 +199,10 @@ def interruptions(
     def span(
         caused_by: list[Row], epoch: int | None, action: str, began_s: tuple[float, float], after: int, end_s: float
     ) -> Interruption:
-        """Return the interruption between the last commit before the notice and `end_s`, the time of commit `after`, if
-        it was made.
+        """Return the interruption between the last commit before the failure was noticed and `end_s`, the time of
+        commit `after` (or the end, if that commit does not exist).
 
-        `began_s`: when it failed, and when that was noticed.
+        `began_s`: when the failure happened, and when it was noticed.
         """
         failed_s, noticed_s = began_s
         before = min(bisect_right(clock.ends_s, noticed_s + SAME_MOMENT_S), after) - 1
@@ -239,8 +242,8 @@ def interruptions(
 
 
 def _began_s(failures: Sequence[Row], known_at: datetime, known_s: float) -> tuple[float, float] | None:
-    """Return when the first of these failures happened and when the first was noticed, on the clock of commits, which
-    shows `known_s` at the moment `known_at`.
+    """Return the times of the first failure and of the first notice, on the clock of commits, which shows `known_s` at
+    the moment `known_at`.
 
     None if nothing stopped training: iterations continue while something is slow, and only the change of plan
     interrupts them.
@@ -253,8 +256,8 @@ def _began_s(failures: Sequence[Row], known_at: datetime, known_s: float) -> tup
 
 
 def _unrecovered(job: Row, clock: Course, failures: Sequence[Row]) -> list[Row]:
-    """Return the failures that held training up to the end, the first one first; not those despite which it
-    continued."""
+    """Return the failures that stopped training until the job's end, the first one first. Failures after which training
+    continued are not included."""
     last = clock.finished[-1] if clock.finished else clock.begin
     over = job["state"] not in ("running", "completed")
     unrecovered = [

@@ -1,7 +1,7 @@
-"""How the time of each committed iteration splits: useful, lost to something slow, and lost to missing devices. Pure.
+"""How the time of each committed iteration is divided: useful, lost to slow components, lost to missing devices. Pure.
 
-Decides what a healthy iteration would have taken, and how many devices were asked for; never judges a device. Called by
-`job_timeline` and `summary` beside it, and by `db.reading.iterations.why`.
+Decides how long a healthy iteration would have taken, and how many devices were requested; never judges a device.
+Called by `job_timeline`, `summary` and `db.reading.iterations.why`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ MIN_ITERATION_S = 1e-6
 
 
 def _onsets(iterations: Sequence[Row], failures: Sequence[Row], plans: Sequence[Row]) -> list[int | None]:
-    """Return, for each iteration, the first iteration of the oldest slowness that affected it, None if nothing was
+    """Return, for each iteration, the iteration at which the oldest slowness that affects it began; None if nothing was
     slow."""
     slow = [row for row in failures if row["kind"] == "fail-slow"]
     idle = idle_epochs(slow, plans)
     coming = sorted(slow, key=lambda row: row["iteration"], reverse=True)
     present: list[Row] = []
-    """Failures that may be slow now, the oldest first."""
+    """Failures that may still be slow at this iteration, oldest first."""
     next_end, epoch, onset = sys.maxsize, None, None
     onsets: list[int | None] = []
     for row in iterations:
@@ -54,9 +54,9 @@ def _onsets(iterations: Sequence[Row], failures: Sequence[Row], plans: Sequence[
 
 
 def healthy_seconds(iterations: Sequence[Row], failures: Sequence[Row], plans: Sequence[Row]) -> dict[int, float]:
-    """Return the healthy time of each iteration that something slow affected, by its number.
+    """Return the healthy time, in seconds, of each iteration that was affected by something slow, by its number.
 
-    Iterations for which it is unknown are left out.
+    Iterations with unknown healthy time are omitted.
     """
     onsets = _onsets(iterations, failures, plans)
     active = {row["epoch"]: row["active"] for row in plans}
@@ -107,11 +107,13 @@ def work_by_iteration(
     again: Again = (),
     devices_held: Floats | None = None,
 ) -> Floats:
-    """Return the seconds of each committed iteration, by `ITERATION_SHARES`: useful, lost to something slow, to devices
-    that stand by and to missing ones, and the part that would be useful if nobody had committed the iteration again.
+    """Return the seconds of each committed iteration, divided by `ITERATION_SHARES`: useful, lost to something slow,
+    lost to devices on standby, lost to missing devices, and repeated by later attempts (this part would otherwise be
+    useful).
 
-    `held`: devices held meanwhile, for GPU-hours: requested devices that were given back, or have not come yet, cannot
-    be lost.
+    `again`: iterations that later attempts committed again. `devices_held`: devices held during each iteration, for
+    GPU-hours: requested devices that were given back, or that have not come yet, cannot be lost. None to count all
+    requested devices.
     """
     healthy = healthy_seconds(iterations, failures, plans)
     took = np.array(clock.took_s)
@@ -122,11 +124,11 @@ def work_by_iteration(
         max(float(excess.sum()), 0.0) / some if some > 0.0 else 0.0
     )  # some iterations were faster than the healthy time
     unused = _unused(job, clock, plans, devices_held)
-    idle, capacity = took * unused  # taken off first, so that goodput does not depend on verdicts of slowness
+    idle, capacity = took * unused  # subtracted first, so that goodput does not depend on verdicts of slowness
     slow *= 1.0 - unused.sum(axis=0)
     useful = np.maximum(took - slow - idle - capacity, 0.0)
     last = np.array(clock.iterations, dtype=np.int64)
-    former = np.concatenate((last[:1] - 1, last[:-1]))  # a row stands for all iterations since the row before
+    former = np.concatenate((last[:1] - 1, last[:-1]))  # a row represents all iterations since the previous row
     repeated = np.zeros(len(took))
     for low, high in again:
         repeated += np.maximum(np.minimum(last, high) - np.maximum(former, low - 1), 0)
@@ -135,8 +137,8 @@ def work_by_iteration(
 
 
 def _unused(job: Row, clock: Course, plans: Sequence[Row], devices_held: Floats | None) -> Floats:
-    """Return, for each committed iteration, the shares of the requested devices that stood by under its plan, and that
-    were missing."""
+    """Return, for each committed iteration, two shares of the requested devices: those on standby under its plan, and
+    those missing."""
     requested = float(asked_devices(job))
     full = np.full(len(clock.epochs), requested) if devices_held is None else np.minimum(devices_held, requested)
     counts = {row["epoch"]: (row["active"], row["standby"]) for row in plans}

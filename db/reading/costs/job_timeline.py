@@ -1,7 +1,7 @@
 """The timeline of a job from its rows: how each moment of the time held was spent. Pure; reads nothing.
 
-Decides which rows count at which moment, and when the stored account is used instead of rows that were thinned; the
-definitions are those of `cost_accounts`. Called by `accounts` beside it.
+Decides which rows count at which moment, and when the stored account is used in place of rows that were thinned;
+`cost_accounts` defines the causes. Called by `accounts`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from db.reading.costs.timeline import (
 from resihp.record.recovery import Moments, recovery
 
 MAX_SILENCE = timedelta(days=1)
-"""Time after its last entry at which a job recorded as running counts as dead, if nobody has looked: a ledger on a
-server is updated only by commands run in the job's home."""
+"""A job that is recorded as running counts as dead this long after its last entry. A ledger on a server is updated only
+by commands that are run in the job's home, so perhaps no command has noticed the job's death."""
 
 
 def timeline(
@@ -49,8 +49,8 @@ def timeline(
     now: datetime,
     again: Again = (),
 ) -> HeldTime:
-    """Return the timeline of a job from its rows, iterations in order. `checkpoints`: iterations that were saved;
-    `again`: iterations that later attempts committed again. For a job that is over and whose rows were thinned, the
+    """Return the timeline of a job from its rows; iterations must be in order. `checkpoints`: iterations that were
+    saved. `again`: iterations that later attempts committed again. If the job is over and its rows were thinned, its
     stored account is used."""
     clock = course(job, iterations, plans, min(now, job["last_entry_at"] + MAX_SILENCE))
     spans = interruptions(job, clock, failures, reconfigurations)
@@ -93,7 +93,8 @@ def timeline(
 
 
 def _recovered_s(failure: Row, mended: Mapping[int, Row]) -> float | None:
-    """Return the seconds from a failure to the first commit after it, as in its row (`tables.with_times`)."""
+    """Return the seconds from a failure to the first commit after it, as `tables.with_times` computes them; None
+    without a recovery."""
     row = mended.get(failure["recovered_epoch"])
     if row is None:
         return None
@@ -106,7 +107,8 @@ def _is_thinned(clock: Course) -> bool:
 
 
 def _pauses(clock: Course, spans: Sequence[Interruption], checkpoints: Iterable[int]) -> dict[int, float]:
-    """Return the pauses after checkpointed iterations beyond the usual ones, by the index of the commit after them."""
+    """Return the time of pauses after checkpointed iterations beyond the usual pause, by the index of the following
+    commit."""
     taken = set(checkpoints)
     if not taken or len(clock.ends_s) < 2:
         return {}

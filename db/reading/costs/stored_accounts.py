@@ -1,7 +1,7 @@
-"""Accounts that are stored in the rows of jobs that are over: read, checked, and prepared for storing. Pure.
+"""Cost accounts stored in the rows of jobs that are over: read, checked, and prepared for storing. Pure.
 
-Decides whether a stored account can be used, since imported rows may say anything; never computes one from other rows.
-Called by `accounts`, `fleet_costs`, `job_timeline` and `summary` beside it, and by `resihp history`.
+Decides whether a stored account can be used, because imported rows may have any content; never computes an account from
+other rows. Called by `accounts`, `fleet_costs`, `job_timeline`, `summary` and `resihp history`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from db.reading.costs.timeline import (
 )
 
 MAX_HELD_S = 1e9
-"""Largest plausible time for which a job holds devices: imported rows may say anything."""
+"""Largest plausible time for which a job holds devices; imported rows may state any time."""
 
 
 def stored_account(job: Row) -> Account | None:
-    """Return the account stored in the row of a job that is over; None while it runs, and if it is missing, malformed
-    or lacks causes."""
+    """Return the account stored in the row of a job that is over; None if the job is running, or if the account is
+    missing, malformed or lacks causes."""
     account = stored_account_of_any_version(job)
     return account if account is not None and is_complete(account) else None
 
@@ -36,8 +36,8 @@ def is_complete(account: Account, but: Set[str] = frozenset()) -> bool:
 
 
 def stored_account_with(job: Row, again: Again) -> Account | None:
-    """Return the stored account, including the iterations that later attempts committed again; None if that part has
-    yet to be computed, or was computed for other iterations."""
+    """Return the stored account, adjusted for `again`, the iterations that later attempts committed again; None if this
+    adjustment is not stored, or was stored for other iterations."""
     account = stored_account(job)
     if account is None:
         return None
@@ -56,7 +56,8 @@ def stored_account_with(job: Row, again: Again) -> Account | None:
 
 
 def rolled_back(account: Account, again: Again) -> RolledBack | None:
-    """Return the stored rollback of these iterations, if it fits within the useful time."""
+    """Return the stored rollback for the iterations `again`; None if there is none, or if it exceeds the useful
+    time."""
     rolled = account.rolled_back
     if rolled is None or not again or rolled.again != tuple(again):
         return None
@@ -68,8 +69,8 @@ def _fits_within(account: Account, rolled: RolledBack) -> bool:
 
 
 def is_malformed(job: Row) -> bool:
-    """Decide whether the stored account of a job that is over is malformed or implausible: it is then ignored, and
-    computed anew from the rows. Accounts of older versions are not malformed."""
+    """Decide whether the stored account of a job that is over is malformed or implausible. It is then ignored, and
+    computed from the rows. Accounts of older versions are not malformed."""
     if job["state"] == "running" or not job.get("account"):
         return False
     account = stored_account_of_any_version(job)
@@ -80,8 +81,8 @@ def is_malformed(job: Row) -> bool:
 
 
 def account_to_store(alone: Account, whole: Account, again: Again) -> Account:
-    """Return the account to store for a job that is over: the one without later attempts, plus the rollback that
-    `whole`, the one with them, has."""
+    """Return the account to store for a job that is over: `alone`, computed without later attempts, plus the rollback
+    in `whole`, which was computed with them."""
     if not again:
         return msgspec.structs.replace(alone, rolled_back=None)
     rolled = RolledBack(
@@ -93,8 +94,8 @@ def account_to_store(alone: Account, whole: Account, again: Again) -> Account:
 
 
 def stored_account_of_any_version(job: Row) -> Account | None:
-    """Return the stored account, even in the format of versions that had fewer causes, or covered only the wall
-    time."""
+    """Return the stored account in any format, including those of versions with fewer causes, or only for the wall
+    time; None if there is none, or if it is malformed."""
     if job["state"] == "running" or not job.get("account"):
         return None
     try:

@@ -1,6 +1,6 @@
-"""A job's figures in short, as `resihp status` shows them, from its rows. Pure; reads nothing.
+"""A job's main figures, as `resihp status` shows them, from its rows. Pure; reads nothing.
 
-Decides nothing of its own: the definitions are those of `cost_accounts`. Called by `accounts` beside it.
+Decides nothing: `cost_accounts` defines the figures. Called by `accounts`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from db.reading.costs.timeline import (
 )
 
 RECENT_ITERATIONS = 20
-"""Number of recent iterations from which the usual time of one is computed."""
+"""Number of recent iterations from which the usual time of an iteration is computed."""
 
 
 def summarise(
@@ -31,10 +31,10 @@ def summarise(
     plans: Sequence[Row],
     now: datetime,
 ) -> Row:
-    """Return the figures of a job from its rows. Times and shares are as in `between`, except that `useful_seconds`
-    includes slow iterations (of which `slow_seconds` are beyond their healthy time), and `lost_seconds` is by the kind
-    of the failure that interrupted training, plus `idle` and `capacity`. For a job that is over, the stored account is
-    used: its rows may have been thinned since."""
+    """Return the main figures of a job from its rows. Times and shares are as in `cost_accounts.between`, with two
+    exceptions: `useful_seconds` includes slow iterations (`slow_seconds` of it exceed the healthy time), and
+    `lost_seconds` is by the kind of the failure that interrupted training, plus `idle` and `capacity`. For a job that
+    is over, the stored account is used, because its rows may have been thinned."""
     clock = course(job, iterations, plans, now)
     if (stored := stored_account(job)) is not None:
         unused, wall_s, useful_s, goodput, ettr = (

@@ -1,4 +1,4 @@
-"""Where the time of a job went, moment by moment: `cost_accounts` adds it up, over the whole job or a part.
+"""How the time of a job was spent, moment by moment. `cost_accounts` adds it up over the whole job or a part.
 
 A timeline runs from the job's start to its end, and every second of it is divided among `SHARES`, so that adjacent
 parts add up to the whole. Between two commits, the time of an interruption comes first, in its order (discarded work,
@@ -23,11 +23,11 @@ SHARES = ("useful", *CAUSES)
 ITERATION_SHARES = ("useful", "slow", "idle", "capacity", "rollback")
 """Shares into which the time of each committed iteration is divided; `cost_accounts` defines them."""
 GOODPUT_SHARES = ("useful", "slow", "rollback")
-"""The shares of iterations that goodput counts."""
+"""Shares of iterations that count for goodput."""
 NEWER_CAUSES = frozenset({"idle"})
-"""Causes missing in accounts stored by older versions, which count their time in `useful` and `capacity`."""
+"""Causes that accounts stored by older versions lack; there, their time counts as `useful` and `capacity`."""
 Again = Sequence[tuple[int, int]]
-"""First and last iterations of each range that later attempts of a run committed again; in order and disjoint."""
+"""Ranges (first, last) of iterations that later attempts of a run committed again; in order and disjoint."""
 _AT = {name: place for place, name in enumerate(SHARES)}
 _OF_WORK = [_AT[name] for name in ITERATION_SHARES]
 _MIN_SECONDS = 1e-9
@@ -35,7 +35,8 @@ _MIN_SECONDS = 1e-9
 
 @dataclass(frozen=True)
 class HeldDevices:
-    """Devices held: times `at_s` since the job's start, ascending, and the device-seconds up to each."""
+    """Devices held over time: times `at_s` in seconds since the job's start, ascending, and `device_s`, the
+    device-seconds up to each time."""
 
     at_s: Floats
     device_s: Floats
@@ -47,29 +48,29 @@ class HeldDevices:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldTime:
-    """Stretches of time, in seconds since the job's start, and how the seconds of each are divided: (stretches,
-    `SHARES`)."""
+    """Intervals of time, in seconds since the job's start. `seconds`: how the seconds of each interval are divided,
+    with shape (intervals, `SHARES`)."""
 
     begin_s: Floats
     end_s: Floats
     seconds: Floats
     of_devices: Floats
-    """The same for GPU-hours, in which devices that are not held are not lost."""
+    """As `seconds`, but for GPU-hours, in which devices that are not held are not lost."""
     held: HeldDevices
     held_s: float
     """Seconds from the job's start to its end."""
     wall: tuple[float, float]
-    """Start and end of goodput's wall time."""
+    """Start and end of the wall time of goodput."""
     failures: tuple[tuple[float, bool], ...] = ()
-    """When each failure was noticed, and whether it indicates hardware."""
+    """(when noticed, whether it indicates hardware) of each failure."""
     repairs: tuple[tuple[float, float], ...] = ()
-    """When each recovered failure was noticed, and the seconds to recover."""
+    """(when noticed, seconds to recover) of each recovered failure."""
     trained: bool = True
     """Whether any iteration was committed."""
     in_proportion: bool = False
-    """Whether causes are spread evenly over the wall time, because the detailed rows were removed."""
+    """Whether causes are spread evenly over the wall time, because detailed rows were removed."""
     hours_scale: Floats | None = None
-    """Factors of GPU-hours, by `SHARES`; None for 1."""
+    """Factors by which GPU-hours are multiplied, by `SHARES`; None for no factors."""
 
     def between(self, since_s: float, until_s: float) -> tuple[Floats, Floats]:
         """Return seconds and GPU-hours by `SHARES`, for the part from `since_s` to `until_s`."""
@@ -85,8 +86,9 @@ class HeldTime:
 
 
 def held_devices(job: Row, nodes: Sequence[Row], held_s: float) -> HeldDevices:
-    """Return the devices that the job held: its allocation's from its start, whether their agents came or not; a
-    replacement's from when it joined; a node's, lost or not, until it was given back."""
+    """Return the devices that the job held over time. A device of the job's allocation counts from the job's start,
+    whether or not its agent joined; a device of a replacement counts from its joining. Each counts until its node, lost
+    or not, was given back."""
     joined = [row for row in nodes if row["joined_at"] is not None and row["devices"] > 0]
     joined.sort(key=lambda row: (row.get("replacement") is not None, row["joined_at"]))
     absent = [row for row in nodes if (row["joined_at"] is None or row["devices"] <= 0) and not row.get("replacement")]
@@ -123,8 +125,8 @@ def laid_out(
     held: HeldDevices,
     **fields: Any,
 ) -> HeldTime:
-    """Return the timeline of a job. `pauses`: for checkpoints, by the index of the commit after them; `work`: of each
-    commit, by `ITERATION_SHARES`, and `of_devices` the same time for GPU-hours; `fields`: fields of `HeldTime` that are
+    """Return the timeline of a job. `pauses`: of checkpoints, by the index of the following commit. `work`: seconds of
+    each commit, by `ITERATION_SHARES`; `of_devices`: the same for GPU-hours. `fields`: fields of `HeldTime` that are
     passed on unchanged."""
     start_s, held_s = clock.before_s, clock.before_s + clock.wall_s + clock.after_s
     fields |= {"held": held, "held_s": held_s, "wall": (start_s, start_s + clock.wall_s)}
@@ -165,11 +167,11 @@ def laid_out(
 def spread_evenly(
     detailed: HeldTime, wall_s: float, useful_s: float, lost_s: Mapping[str, float], rolled_s: float | None = None
 ) -> HeldTime:
-    """Return the timeline of a job whose rows were thinned, from its stored account: the causes are spread evenly over
-    the wall time.
+    """Return the timeline of a job with thinned rows, from its stored account: causes are spread evenly over the wall
+    time.
 
-    `rolled_s` is the time that other attempts made useless; if it was not stored, the same share of the useful time as
-    in the remaining rows.
+    `rolled_s`: useful time that later attempts repeated; None if it was not stored, to assume the share that it has in
+    the remaining rows.
     """
     start_s, after_s = detailed.wall[0], max(detailed.held_s - detailed.wall[1], 0.0)
     seconds, _ = detailed.between(-np.inf, np.inf)
@@ -202,7 +204,8 @@ def _single_share(cause: str, seconds: float) -> Floats:
 
 
 def _fitted_to_intervals(work: Floats, lengths: Floats) -> Floats:
-    """Return the work of each commit within the time since the commit before; any excess began before that."""
+    """Return the work of each commit, fitted into the time since the previous commit; any excess is moved before that
+    commit."""
     placed, totals = work.copy(), work.sum(axis=1).tolist()
     carried, carry_s = np.zeros(work.shape[1]), 0.0
     room = lengths.tolist()
@@ -221,7 +224,8 @@ def _fitted_to_intervals(work: Floats, lengths: Floats) -> Floats:
 
 
 def _interrupted(spans: Sequence[Interruption], free: Floats) -> dict[int, list[tuple[str, float]]]:
-    """Return the time of interruptions between commits, in order, by commit; reduces `free` accordingly."""
+    """Return the time of interruptions, by the index of the following commit and in order; reduces `free` by this
+    time."""
     pieces: dict[int, list[tuple[str, float]]] = {}
     for span in spans:
         index = span.before + 1
@@ -243,8 +247,8 @@ def _interrupted(spans: Sequence[Interruption], free: Floats) -> dict[int, list[
 
 def committed_again(attempts: Iterable[Row]) -> dict[str, Again]:
     """Return, by `uuid`, the iterations that later attempts of the same run committed again. Attempts have `uuid`,
-    `run`, `started_at`, and their `first` and `last` iterations; each counts once, even if listed twice. Attempts of
-    another database user (`written_by`) never make ours useless: a run's name is no secret."""
+    `run`, `started_at`, and their `first` and `last` iterations; an attempt that is listed twice counts once. Attempts
+    of another database user (`written_by`) are ignored, because any user can name the run."""
     runs: dict[tuple[str, str | None], dict[str, Row]] = {}
     for row in attempts:
         if row["run"] and row["first"] is not None:
@@ -261,7 +265,7 @@ def committed_again(attempts: Iterable[Row]) -> dict[str, Again]:
 
 
 def _merged_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the same iterations, in order, as ranges that do not touch."""
+    """Return the same iterations as ranges in order that do not touch."""
     joined: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if joined and first <= joined[-1][1] + 1:

@@ -1,5 +1,5 @@
-"""Excess of an iteration's time over its expected time, and the share of it that known causes explain. Pure; reads
-nothing. Called by `why` beside it, which finds the causes and writes the sentences."""
+"""Excess of an iteration's time over its expected time, and the part of it that known causes explain. Pure; reads
+nothing. Called by `why`, which finds the causes and writes the sentences."""
 
 from __future__ import annotations
 
@@ -14,41 +14,42 @@ Row = dict[str, Any]
 
 SLOW_TOLERANCE = 0.10
 LARGER_WORK_RATIO = 1.05
-"""Ratio of work from which a workload counts as larger than usual."""
+"""Ratio of work from which on a workload counts as larger than usual."""
 NEAR_ITERATIONS = 100
-"""Number of iterations before and after it that define the usual time, and of those before it was slow; callers need
-not give more."""
+"""Number of iterations that define the usual time: of those before and after the iteration, and of those before it
+became slow. Callers need not pass more."""
 MIN_ITERATIONS = 3
-"""Fewest iterations that define the usual time; with fewer before it, those after it are used, too."""
+"""Fewest iterations that define the usual time. If there are fewer before the iteration, those after it are used,
+too."""
 MAX_TRUSTED_RATIO = 1.2
-"""Largest ratio, and inverse of the smallest, of the job's actual to predicted times at which predictions are used. The
-detector itself corrects smaller differences."""
+"""Predictions are used if the ratio of the job's actual to predicted times is at most this, and at least its inverse.
+The detector itself corrects smaller differences."""
 MIN_CAUSE_SHARE = 0.5
-"""A cause must explain at least this share of the excess to be named as the cause."""
+"""Causes are named as the cause only if they explain at least this share of the excess."""
 WHOLE_ITERATION_COMPONENTS = ("collective", "reduction", "data", "job")
-"""Components whose speed is that of whole iterations."""
+"""Components that slow whole iterations: their speed is the speed of the iteration."""
 
 Measure = Literal["predicted", "usual"]
 
 
 class Usual(msgspec.Struct, frozen=True, kw_only=True):
-    """Usual time of an iteration like this in the job, from others of the same layout, or of other layouts if there are
-    none; nothing known to be slow affected them."""
+    """Usual time of an iteration in the job, from other iterations that were not affected by anything known to be slow:
+    of the same layout, or of other layouts if there are none."""
 
     seconds: float
-    """Median of those with equally long sequences; or, if too few of the same layout had such, `ratio` times the
-    prediction for this one."""
+    """Median over iterations with equally long sequences; if there are too few of the same layout, `ratio` times this
+    iteration's prediction."""
     rows: list[Row]
     others: bool
-    """Whether some of them came after it, because there were too few before."""
+    """Whether iterations after this one were used, because there were too few before it."""
     ratio: float | None
-    """Median of actual over predicted time; None if too few were predicted."""
+    """Median ratio of actual to predicted time; None if too few iterations had predictions."""
     alike: bool
-    """Whether they had about as much work."""
+    """Whether the compared iterations had about as much work."""
     scaled: bool
     """Whether `seconds` is `ratio` times the prediction."""
     shape: bool
-    """Whether they are of the same layout."""
+    """Whether the compared iterations are of the same layout."""
 
     @property
     def description(self) -> str:
@@ -58,51 +59,52 @@ class Usual(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Actual and expected time of an iteration."""
+    """Actual and expected time of an iteration. `took_s`: actual time, None if unknown."""
 
     usual: Usual | None
     measure: Measure | None
-    """Basis of `expected_s`; None if there is nothing to compare with."""
+    """Whether `expected_s` is the prediction or the usual time; None if there is nothing to compare with."""
     expected_s: float | None
     took_s: float | None
 
     @property
     def slow(self) -> bool | None:
-        """Whether it took longer than expected; None if unknown."""
+        """Whether the iteration took longer than expected; None if unknown."""
         if self.took_s is None or not self.expected_s:
             return None
         return bool(self.took_s > (1.0 + SLOW_TOLERANCE) * self.expected_s)
 
     @property
     def excess_s(self) -> float | None:
-        """Seconds beyond the expected time; None unless it was slow."""
+        """Seconds beyond the expected time; None if the iteration was not slow."""
         return self.took_s - self.expected_s if self.slow and self.took_s and self.expected_s else None
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """A cause that affected an iteration."""
+    """A cause that affected an iteration. `what`: its description; `failure`: the number of its failure, None for other
+    causes."""
 
     what: str
     factor: float | None
-    """Largest factor by which it can have lengthened the iteration; None if unknown."""
+    """Largest factor by which the cause can have lengthened the iteration; None if unknown."""
     explains_s: float | None = None
-    """Seconds of the excess that it explains; None if unknown, or if there is no excess."""
+    """Largest part of the excess, in seconds, that the cause explains; None if unknown, or without an excess."""
     failure: int | None = None
     place: bool = False
-    """Whether it is a slow device or link, of which an iteration has many."""
+    """Whether the cause is one slow device or link of the many that take part in an iteration."""
 
 
 # --- expected time --------------------------------------------------------------------------------------------------
 
 
 def affects(failure: Row, row: Row) -> bool:
-    """Decide whether something slow affected an iteration: it did not if it had no work under the iteration's plan
+    """Decide whether something slow affected an iteration; not if it had no work under the iteration's plan
     (`db.reading.plans.idle_epochs`)."""
     return _is_active(failure, row["iteration"]) and row["epoch"] not in failure.get("idle_epochs", ())
 
 
 def last_unaffected(iteration: int, failures: Sequence[Row]) -> int:
-    """Return the last iteration up to this one at which nothing was known to be slow; 0 if there is none."""
+    """Return the last iteration up to `iteration` at which nothing was known to be slow; 0 if there is none."""
     while since := [failure["iteration"] for failure in failures if _is_active(failure, iteration)]:
         iteration = min(since) - 1
     return max(iteration, 0)
@@ -117,7 +119,7 @@ def _is_active(failure: Row, iteration: int) -> bool:
 
 
 def compare(number: int, iterations: Sequence[Row], failures: Sequence[Row], plans: Sequence[Row]) -> Comparison:
-    """Compare iteration `number` of these with its prediction, or with the usual time."""
+    """Compare the iteration at index `number` with its prediction, or with the usual time."""
     row, usual = iterations[number], _usual(number, iterations, failures, plans)
     if usual is None or usual.ratio is None:
         trusted = usual is None or len(usual.rows) < MIN_ITERATIONS
@@ -131,8 +133,8 @@ def compare(number: int, iterations: Sequence[Row], failures: Sequence[Row], pla
 
 
 def _usual(number: int, iterations: Sequence[Row], failures: Sequence[Row], plans: Sequence[Row]) -> Usual | None:
-    """Return the usual time, from iterations of the same layout with equally long sequences; if they are too few, from
-    the others of that layout; then from other layouts, which are comparable only relative to their predictions."""
+    """Return the usual time, from iterations of the same layout with equally long sequences; if there are too few, from
+    all of the same layout; else from other layouts, which are comparable only relative to their predictions."""
     row = iterations[number]
     well = [candidate for candidate in iterations if candidate is not row and _is_unaffected(candidate, failures)]
     same = _of_same_shape(well, row, plans)
@@ -157,15 +159,15 @@ def _is_unaffected(candidate: Row, failures: Sequence[Row]) -> bool:
 
 
 def _of_same_shape(candidates: Sequence[Row], row: Row, plans: Sequence[Row]) -> list[Row]:
-    """Return the iterations under plans with the same layout as that of `row`."""
+    """Return the iterations under plans with the same layout as the plan of `row`."""
     shapes = {plan["epoch"]: plan["description"] for plan in plans}
     shape = shapes.get(row["epoch"], row["epoch"])
     return [candidate for candidate in candidates if shapes.get(candidate["epoch"], candidate["epoch"]) == shape]
 
 
 def _first_sufficient(near: Sequence[tuple[list[Row], bool]], row: Row) -> int:
-    """Return the index of the first group with enough iterations: those with similar work, of the same layout, or of
-    any. The last one counts only if predictions make it comparable; otherwise it is the second."""
+    """Return the index of the first of the three groups that has enough iterations: similar work, same layout, any
+    layout. The third group counts only if predictions make it comparable; otherwise 1, the second, is returned."""
     choice = next((n for n, (chosen, _) in enumerate(near) if len(chosen) >= MIN_ITERATIONS), 1)
     if choice == 2 and (not row["predicted_seconds"] or _ratio(near[2][0]) is None):
         return 1
@@ -173,7 +175,8 @@ def _first_sufficient(near: Sequence[tuple[list[Row], bool]], row: Row) -> int:
 
 
 def _nearest(candidates: Sequence[Row], row: Row) -> tuple[list[Row], bool]:
-    """Return the iterations before this one, and False; or all of them, and True, if too few came before it."""
+    """Return the nearest iterations before this one, and False; or all candidates, and True, if too few came before
+    it."""
     before = [candidate for candidate in candidates if candidate["iteration"] < row["iteration"]][-NEAR_ITERATIONS:]
     others = len(before) < MIN_ITERATIONS and len(before) < len(candidates)
     return (list(candidates) if others else before), others
@@ -185,7 +188,7 @@ def _ratio(rows: Sequence[Row]) -> float | None:
 
 
 def _has_similar_work(candidate: Row, row: Row) -> bool:
-    """Decide whether two iterations had about as much work, by tokens and squared sequence lengths."""
+    """Decide whether two iterations had about as much work, by tokens and by squared sequence lengths."""
     return all(
         candidate[figure]
         and row[figure]
@@ -198,10 +201,10 @@ def _has_similar_work(candidate: Row, row: Row) -> bool:
 
 
 def cause(failure: Row, description: str) -> Cause:
-    """Return the cause for something slow.
+    """Return the cause for a slow component.
 
-    If all of an iteration were as slow as its slowest device, or link, it would take the inverse of that speed; so that
-    is the upper limit. The speeds of work that ranks share, and of the job as a whole, are those of whole iterations.
+    If a whole iteration were as slow as its slowest device or link, it would take the inverse of that speed; this is
+    the upper limit. The speeds of work that ranks share, and of the job as a whole, are those of whole iterations.
     Intermittent slowness is known only on average, so its factor is None.
     """
     unknown = failure["intermittent"] or not failure["speed"]
@@ -214,7 +217,8 @@ def cause(failure: Row, description: str) -> Cause:
 
 
 def explained(causes: Sequence[Cause], comparison: Comparison) -> tuple[list[Cause], float | None, list[str]]:
-    """Return the causes with the seconds they explain, the remaining seconds, and sentences."""
+    """Return the causes with the seconds that they explain, the unexplained seconds (None without an excess), and
+    sentences."""
     if comparison.excess_s is None or comparison.expected_s is None:
         return list(causes), None, [cause.what for cause in causes]
     expected_s, excess_s = comparison.expected_s, comparison.excess_s
@@ -229,15 +233,15 @@ def explained(causes: Sequence[Cause], comparison: Comparison) -> tuple[list[Cau
 
 
 def _combined_factor(causes: Sequence[Cause]) -> float:
-    """Return the largest factor of all causes together: the slowest of the devices and links decides, and other
-    slowness multiplies it."""
+    """Return the largest factor of all causes together: the slowest device or link determines it, and slowness of other
+    kinds multiplies it."""
     slowest = max((cause.factor for cause in causes if cause.place and cause.factor is not None), default=1.0)
     return slowest * math.prod(cause.factor for cause in causes if not cause.place and cause.factor is not None)
 
 
 def _sentences(causes: Sequence[Cause], excess_s: float, left_s: float, little_s: float) -> list[str]:
-    """Return the sentences, the cause that explains most first. If all causes explain less than half, none is named as
-    the cause, and the unexplained part comes first."""
+    """Return the sentences, starting with the cause that explains most. If all causes together explain less than half,
+    none is named as the cause, and the unexplained part comes first."""
     whole = seconds(excess_s)
     accounted = [
         f"{cause.what}: accounts for up to {seconds(cause.explains_s)} of the {whole} excess"

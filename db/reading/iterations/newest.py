@@ -1,6 +1,6 @@
-"""The newest committed iterations of all jobs, without a scan of them all.
+"""The newest committed iterations of all jobs, found without reading all iterations.
 
-Decides which jobs are asked. Reads only. Called by `history`.
+Decides which jobs are read. Reads only. Called by `history`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def newest_iterations(
     since: datetime | None = None,
     until: datetime | None = None,
 ) -> list[Row]:
-    """Return the `last` committed iterations of all jobs, or of a `user`'s, in order of time; as `Reader.rows` of all
-    jobs, without a scan.
+    """Return the `last` committed iterations of all jobs, or of a `user`'s jobs, in order of time, as rows of
+    `Reader.rows` for all jobs.
 
-    Reads from the newest jobs, job by job, until the remaining ones had all ended earlier. Raises UsageError if `last`
-    is not positive.
+    Reads job by job, newest first, until the remaining jobs had all ended earlier. Raises UsageError if `last` is not
+    positive.
     """
     if last < 1:
         raise UsageError(f"history: --last {last}: give 1 or more")

@@ -1,7 +1,8 @@
 """Detector scores of a job's ranks over time, reduced to the size of a picture for any number of ranks. Reads only.
 
-Scores are thinned when written (`resihp.controller.fail_slow.standings`): of all ranks now and then, of the most
-suspicious ones more often. The range of the other ranks comes from the iterations that have scores of all of them.
+Scores are already thinned when they are written (`resihp.controller.fail_slow.standings`): all ranks now and then, the
+most suspicious ranks more often. The range of the other ranks is computed from the iterations that have scores of all
+of them.
 """
 
 from __future__ import annotations
@@ -15,20 +16,22 @@ from db.models import RankScoreRow
 from db.reading.reader import Reader
 
 Line = list[tuple[int, float]]
-"""(iteration, level)."""
+"""(iteration, level) pairs."""
 
 
 class Scores(msgspec.Struct, frozen=True, kw_only=True):
-    """Levels of the ranks with a line of their own; `spread`: (iteration, minimum, maximum) over all others."""
+    """`lines`: levels of the ranks that have a line of their own, by rank. `spread`: (iteration, minimum, maximum) of
+    the level over all other ranks."""
 
     lines: dict[int, Line]
     spread: list[tuple[int, float, float]]
     ranks: int
-    """Number of ranks that have scores."""
+    """Number of ranks with scores."""
 
 
 def scores(reader: Reader, job_id: int, named: Collection[int], most: int) -> Scores:
-    """Return lines for `most` ranks: of those `named` the slowest, then those with the most evidence against them.
+    """Return the lines of `most` ranks: first those in `named`, slowest first, then those with most evidence against
+    them.
 
     Raises LedgerError if the ledger cannot be read.
     """

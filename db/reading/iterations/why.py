@@ -1,11 +1,11 @@
-"""Why an iteration took as long as it did: sentences from the ledger's rows about it. Pure; reads nothing.
+"""Why an iteration took as long as it did: sentences from the ledger's rows about the iteration. Pure; reads nothing.
 
-Called by `resihp why`. An iteration is slow if it took more than a tenth longer than expected: than the detector
-predicted for its plan and workload on healthy devices; or, without a prediction, or in a job whose iterations deviate
-from predictions (on a busy machine), than is usual for the job (`excess` beside it). Each cause is given with the
+Called by `resihp why`. An iteration is slow if it took over a tenth longer than expected. The expected time is the
+detector's prediction for the plan and workload on healthy devices. Without a prediction, or in a job with iterations
+that deviate from predictions (on a busy machine), it is the job's usual time (`excess`). Each cause is given with the
 largest part of the excess that it can explain. If all known causes explain less than half, none is named as the cause,
-and "unexplained" comes first. An interruption before the iteration is reported separately, since it is not part of the
-iteration's seconds.
+and "unexplained" comes first. An interruption before the iteration is reported separately, because it is not part of
+the iteration's seconds.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ SHARED_WORK = {
     "reduction": "the sums of gradients",
     "data": "the wait for data",
 }
-"""Work that ranks share, or wait for."""
+"""Descriptions of work that ranks share or wait for, by component."""
 
 
 class Why(msgspec.Struct, frozen=True, kw_only=True):
-    """Explanation of one iteration. Rows as in the ledger, except `slow` and `interruption`."""
+    """Explanation of one iteration. Rows are as in the ledger."""
 
     iteration: int
     epoch: int
@@ -54,29 +54,32 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     usual_seconds: float | None
     """Usual seconds of iterations of this shape in the job (`excess.Usual`)."""
     measure: Measure | None
-    """What it is compared with; None if there is nothing."""
+    """Whether the iteration is compared with its prediction or with the usual time; None if there is nothing to compare
+    with."""
     slow: bool | None
-    """Whether it took longer than expected; None if unknown."""
+    """Whether the iteration took longer than expected; None if unknown."""
     excess_seconds: float | None
-    """Seconds beyond the expected time, if it is slow."""
+    """Seconds beyond the expected time; None if the iteration was not slow."""
     unexplained_seconds: float | None
-    """Part of that which causes of known size cannot explain, even at most."""
+    """Seconds of the excess that causes of known size cannot explain, even at their limits; None without an excess."""
     causes: list[Row]
-    """Each cause: `what` it was, the number of its `failure`, if it is one, and the largest part of the excess that it
-    explains (`explains_seconds`, null if unknown)."""
+    """One row for each cause: `what` (description), `failure` (its number, or null), and `explains_seconds`, the
+    largest part of the excess that it explains (null if unknown)."""
     verdict: list[str]
-    """Sentences: how long it took, and why."""
+    """Sentences: how long the iteration took, and why."""
     failures: list[Row]
-    """Failures that slowed it, or interrupted training before it."""
+    """Failures that slowed the iteration, or interrupted training before it."""
     plan: Row | None
     reconfiguration: Row | None
-    """The reconfiguration that ended with it."""
+    """The reconfiguration that ended with this iteration; None if there was none."""
     lost_s: dict[str, float]
-    """Seconds lost between the iteration before and this one: detect, redo, reconfigure."""
+    """Seconds lost between the previous iteration and this one, by phase: detect, redo, reconfigure; empty without an
+    interruption."""
     checkpoints: list[Row]
-    """Events of checkpoints written while it ran, or just before."""
+    """Events of checkpoints that were written during the iteration, or just before it."""
     injected: list[Row]
-    """Events of faults injected in it, and of earlier ones that still slow something."""
+    """Events of faults that were injected in this iteration, and of earlier injected faults that still slow
+    something."""
 
 
 def why(
@@ -88,10 +91,10 @@ def why(
     plans: Sequence[Row],
     events: Sequence[Row],
 ) -> Why:
-    """Explain a committed iteration; `iterations` in order, including it and up to `excess.NEAR_ITERATIONS` before and
-    after it, and as many from before it was slow.
+    """Explain a committed iteration. `iterations`, in order, include it, up to `excess.NEAR_ITERATIONS` before and
+    after it, and as many from before it became slow.
 
-    Raises KeyError if it is not among them.
+    Raises KeyError if the iteration is not among them.
     """
     number = next((n for n, row in enumerate(iterations) if row["iteration"] == iteration), None)
     if number is None:
@@ -137,8 +140,8 @@ def why(
 
 
 def _checkpoints_meanwhile(events: Sequence[Row], row: Row, former: Row | None) -> list[Row]:
-    """Return the events of checkpoints that were written while an iteration ran, or just before; `former`: the
-    iteration before it."""
+    """Return the events of checkpoints that were written during an iteration, or just before it. `former`: the previous
+    iteration, None if unknown."""
     checkpoints = [event for event in events if event["kind"] == "CheckpointCommitted"]
     return [
         event
@@ -151,8 +154,8 @@ def _checkpoints_meanwhile(events: Sequence[Row], row: Row, former: Row | None) 
 def _possible_causes(
     row: Row, active: Sequence[Row], comparison: Comparison, checkpoints: Sequence[Row], *, is_first: bool
 ) -> list[Cause]:
-    """Return everything that may have lengthened an iteration. `active`: failures that slow it; `is_first`: whether it
-    was the first one under its plan."""
+    """Return everything that may have lengthened an iteration. `active`: failures that slow it. `is_first`: whether it
+    was the first iteration under its plan."""
     causes = [*(cause(failure, _slow_device(failure)) for failure in active), *_workload(row, comparison)]
     if checkpoints:
         written = f"a checkpoint of iteration {checkpoints[-1]['iteration']} was written during it or just before"
@@ -174,7 +177,7 @@ def _lost_seconds(interruption: Interruption | None) -> dict[str, float]:
 
 
 def _injected_faults(events: Sequence[Row], iteration: int) -> list[Row]:
-    """Return the faults injected in an iteration, and earlier ones that still slow something."""
+    """Return the faults that were injected in an iteration, and earlier injected faults that still slow something."""
     faults = [event for event in events if event["kind"] == "FaultInjected"]
     slowed: dict[str, Row] = {}
     for event in faults:
@@ -215,7 +218,7 @@ def _duration(row: Row, comparison: Comparison) -> list[str]:
 
 
 def _unused_prediction(row: Row, usual: Usual | None) -> list[str]:
-    """State the prediction, and why it is not used."""
+    """State the prediction and why it is not used, if there is an unused one."""
     if usual is None or usual.ratio is None or not row["predicted_seconds"]:
         return []
     return [
@@ -244,8 +247,8 @@ def _slow_device(failure: Row) -> str:
 
 
 def _workload(row: Row, comparison: Comparison) -> list[Cause]:
-    """Return the cause for a larger workload, by its prediction, else by its tokens. A prediction that is the measure
-    already includes the workload, so that it explains nothing of the excess."""
+    """Return the cause for a larger workload, by the predictions, else by the tokens. If the iteration is compared with
+    its prediction, the prediction already includes the workload, which then explains nothing of the excess."""
     if comparison.usual is None or comparison.usual.alike or not comparison.usual.shape:
         return []
     rows = comparison.usual.rows

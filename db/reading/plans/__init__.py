@@ -1,1 +1,1 @@
-"""Plans: why each takes as long as it does, what it promised and kept, and its alternatives."""
+"""Plans: explanations of their iteration times, promised and measured gains, decisions, and alternatives."""

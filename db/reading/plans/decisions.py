@@ -1,9 +1,9 @@
 """Every decision of a job: its reason, the action, the alternatives and the outcome. Pure; reads nothing. Called by
 `db.reading.queries` for `history decisions`.
 
-A decision is a plan that was decided or considered and declined, or a node that was requested or declined. The outcome
-of a plan that took effect is whether it kept its promise (`db.reading.plans.promises`), with the times of iterations
-under it; the outcome of a plan that stayed is how long it did.
+A decision is about a plan that was decided, or considered and declined, or about a node that was requested or declined.
+The outcome of a plan that took effect is whether it kept its promise (`db.reading.plans.promises`), with the times of
+iterations under it. The outcome of a declined change is how long the current plan stayed in effect.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def decisions(
 ) -> list[Row]:
     """Return one row per decision, in order of time, from the rows of one job.
 
-    `kind`: `plan`, `plan stays`, `node`, `no node`. `advice`: its reason, with the numbers of the `failures`.
-    `predicted`, `present`: of the plan that was chosen, or considered, and of the plan in effect, in `unit`, as in
-    `plans`. `refused`: candidates that were not taken, each with `name`, `predicted` (in `unit`) and `why`. `outcome`,
-    in words; for a plan that took effect also the ratios `promised` and `kept`, and `measured`, the median seconds of
-    its iterations without the first.
+    `kind`: `plan`, `plan stays`, `node`, `no node`. `advice`: the reason, with the numbers of the `failures`.
+    `predicted`: of the plan that was chosen or considered; `present`: of the plan in effect; both in `unit`, as in
+    `plans`. `refused`: candidates that were not chosen, each with `name`, `predicted` (in `unit`) and `why`. `outcome`:
+    a text. For a plan that took effect also the ratios `promised` and `kept`, and `measured`, the median seconds of its
+    iterations without the first.
     """
     by_epoch = {row["epoch"]: row for row in promised}
     answered: dict[int, list[int]] = {}
@@ -97,8 +97,9 @@ def _outcome(row: Row, promise: Row | None) -> str:
 
 
 def _slower(considered: Sequence[Row] | None, predicted: float | None) -> list[Row]:
-    """Return the candidates that were not chosen, and by how much they are predicted to be slower, or faster (another
-    may need fewer transfers). Imported rows may hold anything: malformed candidates are left out."""
+    """Return the candidates that were not chosen, and by how much they are predicted to be slower or faster than the
+    chosen plan (a faster one may need more transfers). Imported rows may be malformed; malformed candidates are
+    omitted."""
     candidates = []
     for candidate in considered if isinstance(considered, list) else ():
         if isinstance(candidate, dict) and isinstance(candidate.get("predicted"), int | float):

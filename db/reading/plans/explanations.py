@@ -1,4 +1,4 @@
-"""Explanations of a job's plans, computed on request from the ledger's record of each. Reads nothing itself.
+"""Explanations of a job's plans, computed on request from the ledger's record of each plan. Reads nothing itself.
 
 Called by `Reader.explanations`. A plan has no explanation if its journal lacks the inputs of the decision, if nothing
 was predicted, or if an imported row is not a valid plan.
@@ -28,8 +28,8 @@ Row = dict[str, Any]
 
 def explanations(job: Row, plans: Sequence[Row], nodes: Mapping[int, str]) -> dict[int, Explanation]:
     """Return the explanations by epoch. `job` has `model`, `configuration`, `tp` and `pp`; `plans` are in order, with
-    their JSON decoded; `nodes` gives the node of each rank. The last plan's explanation includes the effect of tuning
-    the job's first layout, if the first plan is given."""
+    their JSON decoded; `nodes` is the node of each rank. If `plans` include the job's first plan, the last plan's
+    explanation includes the effect of tuning the first layout."""
     if job["model"] is None:
         return {}
     by_epoch: dict[int, Explanation] = {}
@@ -65,7 +65,7 @@ def situation_at(
     job: Row, row: Row, declared: Declare, configuration: Mapping[str, Any], nodes: Mapping[int, str]
 ) -> tuple[Plan, Situation, PlanBasis]:
     """Return a plan, the situation in which it was decided (as if its own layout had been in effect before), and the
-    recorded inputs of the decision. Raises errors of invalid rows, which may be imported."""
+    recorded inputs of the decision. Raises various errors for invalid rows, which may be imported."""
     from resihp.scheduler.explained.recorded import situation_of
 
     basis = msgspec.convert(row["basis"], PlanBasis)
@@ -84,8 +84,8 @@ def situation_at(
 
 
 def plan_of(row: Row, configuration: Mapping[str, Any]) -> Plan:
-    """Build a plan from its row, without the orders and migrations, which the ledger does not have; work is dealt
-    evenly where stages have no ranks."""
+    """Build a plan from its row, without the orders and migrations, which the ledger does not have. If stages have no
+    ranks, micro-batches are dealt evenly."""
     layout = from_json(json.dumps(row["layout"]))
     plan = Plan(
         epoch=row["epoch"],

@@ -1,8 +1,8 @@
-"""The plans under which something slow had no work, so that it did not slow their iterations. Pure.
+"""The plans under which a slow component had no work, so that it did not slow their iterations. Pure.
 
-A device that is too slow stands by under the next plan, and is still slow; pipelines are routed around a slow link. The
-controller records this with each plan, and with each slow component found on standby (`resihp.record.slowness`). Older
-rows do not have it: then a slow component counts until it ends.
+A device that is too slow stands by under the next plan and remains slow; pipelines are routed around a slow link. The
+controller records this with each plan, and with each slow component that is found on standby
+(`resihp.record.slowness`). In older rows without this record, a slow component counts until it ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ Row = dict[str, Any]
 
 
 def idle_epochs(failures: Iterable[Row], plans: Iterable[Row]) -> Mapping[int, set[int]]:
-    """Return the epochs of these plans by failure, from the rows of one job; failures without any may be missing."""
+    """Return, by failure, the epochs in which the slow component had no work, from the rows of one job. Failures
+    without such epochs may be missing."""
     epochs: defaultdict[int, set[int]] = defaultdict(set)
     for plan in plans:
         unaffected = plan.get("unaffected_by") or ()

@@ -1,7 +1,7 @@
-"""Rows about the plans of jobs: promises, decisions, and what spare nodes would have saved, from a ledger.
+"""Rows about the plans of jobs, from a ledger: promises, decisions, and the time that spare nodes would have saved.
 
-Reads what the modules beside it compute from, and decides nothing of its own. Changes nothing. Called by `history` and
-`db.reading.queries`.
+Reads the inputs of `promises`, `decisions` and `spares`, and decides nothing itself. Changes nothing. Called by
+`history` and `db.reading.queries`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from db.reading.tables import Row
 
 
 def promises_rows(reader: Reader, job_id: int) -> list[Row]:
-    """Return the promise of each plan of a job and its outcome, as defined in `db.reading.plans.promises`."""
+    """Return the promise of each plan of a job and whether it was kept, as defined in `db.reading.plans.promises`."""
     rates = reader.narrow("iterations", job_id, ("iteration", "epoch", "seconds", "tokens"))
     return promised.promises(reader.narrow("plans", job_id), rates, reader.narrow("failures", job_id))
 
@@ -27,7 +27,8 @@ def promises_rows(reader: Reader, job_id: int) -> list[Row]:
 def decisions_rows(
     reader: Reader, job_id: int, *, since: datetime | None = None, until: datetime | None = None
 ) -> list[Row]:
-    """Return every decision of a job, as defined in `db.reading.plans.decisions`; only those of a period, if given."""
+    """Return every decision of a job, as defined in `db.reading.plans.decisions`; with `since` or `until`, only those
+    of that period."""
     rows = taken.decisions(
         plans=reader.rows("plans", job_id),
         declined=reader.rows("declined_changes", job_id),
@@ -47,9 +48,9 @@ def spares_rows(
     until: datetime | None = None,
     jobs: int | None = None,
 ) -> list[Row]:
-    """Return the time that one more spare node would have saved, as defined in `db.reading.plans.spares`: for one job
-    (its row), or for the newest `jobs`, or all, that were alive in the period and changed their plan; largest saving
-    first."""
+    """Return the time that one more spare node would have saved, as defined in `db.reading.plans.spares`, largest
+    saving first. With `job` (a row), for this job only; otherwise for the newest `jobs`, or all, that were alive in the
+    period and changed their plan."""
     if job is not None:
         return [_spare_of(reader, job)]
     plans, job_columns = models.PlanRow.__table__.c, models.JobRow.__table__.c
@@ -78,8 +79,8 @@ def _spare_of(reader: Reader, job: Row) -> Row:
 def promises_of_all(
     reader: Reader, jobs: int, *, since: datetime | None = None, until: datetime | None = None
 ) -> list[Row]:
-    """Return the promises of the newest `jobs` that changed their plan, with `job`, `job_uuid` and `started_at` of
-    each."""
+    """Return the promises of the newest `jobs` that changed their plan, with `job`, `job_uuid` and `started_at` of each
+    job."""
     plans, job_columns = models.PlanRow.__table__.c, models.JobRow.__table__.c
     changed = select(plans.job_id).where(plans.in_effect_at.is_not(None))
     changed = changed.group_by(plans.job_id).having(func.count() > 1)
@@ -102,6 +103,6 @@ def promises_of_all(
 
 
 def plans_until(reader: Reader, job_id: int, epoch: int) -> list[Row]:
-    """Return the job's first plan and the one of that epoch, as `Reader.explanations` takes them."""
+    """Return the job's first plan and the plan of that epoch, as `Reader.explanations` takes them."""
     rows = reader.rows("plans", job_id)
     return [row for row in rows[:1] if row["epoch"] < epoch] + [row for row in rows if row["epoch"] == epoch]

@@ -1,13 +1,14 @@
 """Promises of plans, and whether they were kept. Pure; reads nothing. Called by `history promises` and the report.
 
-A plan *promises* a ratio: its predicted iteration time over that of the plan before it, both under the conditions of
-the decision (`plans.predicted`, `plans.present`). If the plan before could no longer run, the ratio is to the
-prediction made when that plan was decided. The ratio that it *kept* is measured: medians of seconds per token, after
-and before, of iterations during which nothing else changed; "before" are the iterations to which the prediction refers.
+A plan *promises* a ratio: its predicted iteration time over that of the previous plan, both under the conditions of the
+decision (`plans.predicted`, `plans.present`). If the previous plan could no longer run, the ratio is to the prediction
+that was made when the previous plan was decided. The ratio that the plan *kept* is measured: the median of seconds per
+token after the change, over the median before, from iterations during which nothing else changed. "Before" are the
+iterations to which the prediction refers.
 
-A promise is broken if iterations take more than `TOLERANCE` longer than promised, and exceed that by more than twice
-the medians' standard error; being faster breaks nothing. Below that, or with fewer than `MIN_ITERATIONS` iterations on
-either side, the verdict is open.
+A promise is broken if iterations take more than `PROMISE_TOLERANCE` longer than promised, and exceed this by more than
+twice the standard error of the medians; being faster breaks no promise. If the excess is smaller, or with fewer than
+`MIN_ITERATIONS` iterations before or after, the verdict is open.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ Row = dict[str, Any]
 
 PROMISE_TOLERANCE = 0.10
 MIN_ITERATIONS = 4
-"""Fewest iterations on either side; the first one under a plan is left out because it includes one-time set-up."""
+"""Fewest iterations needed before and after the change. The first iteration under a plan is omitted, because it
+includes one-time set-up."""
 MAX_ITERATIONS = 200
-"""Most iterations considered on either side, those nearest to the change."""
+"""Most iterations used before and after the change: those nearest to it."""
 
 
 def promises(plans: Sequence[Row], iterations: Sequence[Row], failures: Sequence[Row]) -> list[Row]:
     """Return one row per plan that took effect, in order, from the rows of one job.
 
     `epoch`, `reason`, `promised` and `kept` (ratios of iteration times, below 1 is faster), `verdict` (`kept`,
-    `broken`, `too short to tell`, `promised nothing`), `before` and `after` (iterations measured), `predicted`,
-    `present`, `unit` as in `plans`.
+    `broken`, `too short to tell`, `promised nothing`), `before` and `after` (numbers of measured iterations),
+    `predicted`, `present`, `unit` as in `plans`.
     """
     by_epoch: dict[int, list[Row]] = {}
     for row in iterations:
@@ -78,7 +80,8 @@ def promises(plans: Sequence[Row], iterations: Sequence[Row], failures: Sequence
 
 
 def _promised(plan: Row, former: Row | None) -> tuple[float | None, bool]:
-    """Return the promised ratio, and whether it refers to the former plan under the conditions of the decision."""
+    """Return the promised ratio (None if nothing was promised), and whether it refers to the previous plan under the
+    conditions of the decision."""
     if former is None or plan["predicted"] is None:
         return None, False
     if plan["present"] is not None:
@@ -89,7 +92,8 @@ def _promised(plan: Row, former: Row | None) -> tuple[float | None, bool]:
 
 
 def iterations_before_change(rows: Sequence[Row], changes: Sequence[int]) -> list[Row]:
-    """Return the iterations of a plan before anything became slow, or healthy again, without the very first."""
+    """Return the iterations of a plan, without its first one, up to the first change: something became slow, or healthy
+    again."""
     if not rows:
         return []
     until = next((at for at in changes if at > rows[0]["iteration"]), None)
@@ -98,7 +102,7 @@ def iterations_before_change(rows: Sequence[Row], changes: Sequence[int]) -> lis
 
 
 def _latest_ones(rows: Sequence[Row], changes: Sequence[int]) -> list[Row]:
-    """Return the iterations of a plan since anything became slow, or healthy again."""
+    """Return the iterations of a plan since the last change: something became slow, or healthy again."""
     if not rows:
         return []
     since = max((at for at in changes if at <= rows[-1]["iteration"]), default=0)
@@ -111,14 +115,14 @@ def rates(rows: Sequence[Row]) -> list[float]:
 
 
 def ratio(after: Sequence[float], before: Sequence[float]) -> tuple[float | None, float]:
-    """Return the ratio of the medians, and its relative standard error; None if there are too few values."""
+    """Return the ratio of the medians, and its relative standard error; (None, 0) if there are too few values."""
     if min(len(after), len(before)) < MIN_ITERATIONS:
         return None, 0.0
     return statistics.median(after) / statistics.median(before), math.hypot(_error(after), _error(before))
 
 
 def _error(rates: Sequence[float]) -> float:
-    """Return the relative standard error of the median, for normal noise with the spread that the quartiles show."""
+    """Return the relative standard error of the median, for normal noise with the observed quartiles."""
     low, middle, high = statistics.quantiles(rates, n=4, method="inclusive")
     return 1.2533 * (high - low) / 1.349 / middle / math.sqrt(len(rates))
 

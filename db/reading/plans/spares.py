@@ -1,13 +1,13 @@
-"""Time that one more spare node would have saved a job: its decisions are planned again with one more node. Reads
+"""Time that one more spare node would have saved a job: the job's decisions are repeated with one more node. Reads
 nothing itself. Called by `db.reading.queries` for `history spares`.
 
-The assumptions: the spare was healthy, idle and available at each change of plan after the first, and everything else
-would have happened the same way: the same losses, and changes that take as long. Each plan is decided anew, from the
-layout in effect before it and all recorded inputs of its decision. The ratio of its iteration time to that of the plan
-actually taken, as the planner prices both, gives a share, and that share of the *measured* seconds under the plan is
-saved. A spare makes up for losses and no more: no plan counts as faster than the first one with healthy devices. The
-losses of a job that ended for lack of nodes are not counted, nor is the cost of the spare (`spare_gpu_hours` is
-reported beside it).
+Assumptions: the spare was healthy, idle and available at each change of plan after the first plan, and everything else
+would have happened in the same way, with the same losses, and with changes that take as long. Each plan is decided
+again, from the layout in effect before it and all recorded inputs of its decision. The iteration time of the repeated
+plan and that of the actual plan, both as the planner estimates them, give the share of time saved; this share of the
+*measured* seconds under the plan counts as saved. A spare only makes up for losses: no plan counts as faster than the
+first plan with healthy devices. The losses of a job that ended for lack of nodes are not counted, nor is the cost of
+the spare (`spare_gpu_hours` is reported in addition).
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ SPARE_NODE = "one more spare"
 
 
 def saved(job: Row, plans: Sequence[Row], nodes: Mapping[int, str], iterations: Sequence[Row], held_s: float) -> Row:
-    """Return a row of `COLUMNS` for one job. `job`: as `Reader.job`; `plans` in order, their JSON decoded; `nodes`: the
-    node of each rank; `iterations` in order with `iteration`, `epoch` and `seconds`, each of which stands for all since
-    the one before where rows were thinned; `held_s`: time for which the job held its devices.
+    """Return a row of `COLUMNS` for one job. `job`: as from `Reader.job`. `plans`: in order, with JSON decoded.
+    `nodes`: the node of each rank. `iterations`: in order, with `iteration`, `epoch` and `seconds`; where rows were
+    thinned, a row represents all iterations since the previous row. `held_s`: seconds for which the job held its
+    devices.
 
-    `decisions`: changes of plan that were planned again; `untold`: those whose inputs the ledger lacks; `iterations`
-    and `measured_seconds` under the former; `saved_seconds` of these, and in GPU-hours of all devices of the job;
-    `spare_gpu_hours`: time for which the spare node would have been held.
+    Columns: `decisions`: number of changes of plan that were repeated; `untold`: number of changes with inputs that the
+    ledger lacks; `iterations` and `measured_seconds`: iterations, and their time, under the plans of the repeated
+    changes; `saved_seconds`: the saved part of `measured_seconds`; `saved_gpu_hours`: `saved_seconds` on all devices of
+    the job; `spare_gpu_hours`: GPU-hours of the spare node over `held_s`.
     """
     seconds: dict[int, list[tuple[int, float]]] = {}
     former = None
@@ -110,15 +112,15 @@ def _with_micro_batches(plan: Plan, micro_batches: int) -> Plan:
 
 
 def _all_healthy(now: Situation, plan: Plan, nodes: Mapping[int, str]) -> Situation:
-    """Return the situation of a plan whose devices are all there and healthy."""
+    """Return the situation of a plan with all its devices present and healthy."""
     return msgspec.structs.replace(
         now, base=plan.layout, available=plan.layout.ranks, nodes={**nodes, **now.nodes}, speeds={}, links={}
     )
 
 
 def _with_one_more(now: Situation, base: Layout, devices: int) -> Situation:
-    """Return the situation with one more node of healthy devices on standby, from the layout that was in effect
-    before."""
+    """Return the situation with one more node of healthy devices on standby, starting from the layout that was in
+    effect before."""
     begin = max([*now.nodes, *base.ranks], default=-1) + 1
     more = tuple(range(begin, begin + devices))
     return msgspec.structs.replace(
@@ -128,7 +130,7 @@ def _with_one_more(now: Situation, base: Layout, devices: int) -> Situation:
 
 def _replanned_seconds(situation: Situation, enough: float) -> float:
     """Return the iteration time, in seconds or layer times, of the plan that the planner would have decided without a
-    search; or of its first candidate, if that is `enough`."""
+    search; or of the planner's first candidate, if that time is at most `enough`."""
     from resihp.scheduler.planner import decide
 
     return decide(situation, search=False, enough=enough).seconds

@@ -1,19 +1,20 @@
-"""The rules by which agents elect the one that starts a successor when nobody leads, without clock, socket or process.
+"""The rules by which agents elect the agent that starts a successor when there is no leader; without clock, socket or
+process.
 
-An agent that keeps a copy of the journal, and has not heard from a leader for a while, asks the others whether they
-would follow a supervisor of the next term on its node. An agent refuses if it still hears a leader, has promised itself
-to that term, or has more of the journal than the candidate. With a quorum (`resihp.record.quorum`) the candidate starts
-a supervisor. A vote is not binding: it only avoids useless starts of supervisors. The binding step is the promise that
-each agent makes to the supervisor itself, which leads once a quorum has made it (`wrapper.agent.supervisor_link`). Used
-by `wrapper.agent.peers`.
+An agent that keeps a copy of the journal, and has received nothing from a leader for a while, becomes a candidate: it
+asks the other agents whether they would follow a supervisor of the next term on its node. An agent refuses if it still
+receives messages of a leader, if it has promised itself to that term, or if it has more of the journal than the
+candidate. With a quorum (`resihp.record.quorum`) the candidate starts a supervisor. A vote is not binding; it only
+avoids useless starts of supervisors. The binding step is the promise that each agent makes to the supervisor itself,
+which leads once a quorum has made the promise (`wrapper.agent.supervisor_link`). Used by `wrapper.agent.peers`.
 
-Every agent with a copy may stand, whether or not it has a vote in the last plan of its copy: a voter of the plan before
-may be the only one that knows the last plan to be in effect, and then no other candidate can get its vote. Nodes that
-were lost take no part, because the supervisor would refuse their agents.
+Every agent with a copy may be a candidate, even without a vote under the last plan in its copy: perhaps only a voter of
+the previous plan knows that the last plan is in effect, and then no other candidate can get its vote. Agents of lost
+nodes take no part, because the supervisor would refuse them.
 
-The order of candidates is drawn anew for each term, the same on all nodes (`turn`), so that nodes that die together,
-such as those of a rack, are not all at its beginning. A candidate asks others in the same order, so that the agent that
-would stand next pledges its vote instead.
+The order of candidates is drawn anew for each term, and is the same on all nodes (`turn`), so that nodes that die
+together, such as those of a rack, are not all at its beginning. A candidate asks the other agents in this order, so
+that the agent that would be the next candidate pledges its vote instead.
 """
 
 from __future__ import annotations
@@ -26,25 +27,28 @@ from resihp.protocol import messages as m
 from resihp.record.quorum import Membership
 
 LEADERLESS_WAIT_S = 5.0
-"""How long an agent without a leader waits before it looks for a successor; also after the announcement of one."""
+"""How long an agent without a leader waits before it becomes a candidate; also how long it waits after a successor was
+announced."""
 STAGGER_S = 0.3
-"""Additional wait of each voter over the one before it in turn, so that only one stands at a time. The last of
-`state.MAX_VOTERS` stands long before any agent gives up the job (`supervisor_link.MAX_LEADERLESS_S`)."""
+"""Additional wait for each position in the order of candidates, so that only one agent is a candidate at a time. The
+last of `state.MAX_VOTERS` voters has its turn long before any agent gives up the job
+(`supervisor_link.MAX_LEADERLESS_S`)."""
 LEADER_PRESENT_S = 2.0
-"""A voter that heard from a leader within this time takes it to be present."""
+"""A voter that received a message from a leader within this time refuses all candidates."""
 ANSWER_TIMEOUT_S = 1.0
-"""How long a candidate waits for answers."""
+"""How long a candidate waits for each answer."""
 RETRY_S = 1.0
-"""How long after it had no quorum a candidate asks again."""
+"""How long a candidate that got no quorum waits before it asks again."""
 PLEDGE_S = 3.0
 """How long a voter pledges its vote to one candidate, and a candidate to itself while it asks."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """An agent's knowledge when it judges a candidate or stands as one.
+    """An agent's state when it judges a candidate, or when it may become one.
 
-    `heard_at`: when it last heard from a leader; None if it never has.
+    `promised`: newest term that the agent has promised itself to. `heard_at`: time of the last message from a leader;
+    None if there never was one.
     """
 
     now: float
@@ -54,33 +58,34 @@ class Standing:
 
 
 def turn(node: str, term: int) -> bytes:
-    """Return the sort key by which agents take turns to stand for a term."""
+    """Return the sort key that orders the nodes as candidates for a term."""
     return hashlib.blake2b(f"{term} {node}".encode(), digest_size=8).digest()
 
 
 def accepts(lead: m.Lead, promised: int, log: int) -> bool:
-    """Return whether an agent may switch to this leader, given its promise and its copy of the journal.
+    """Return whether an agent may switch to this leader. `promised`: newest term that it has promised itself to; `log`:
+    last record of its copy of the journal.
 
-    A leader with fewer records may still have a quorum of other agents (`settled`): then this agent's further records
-    were never decided.
+    A leader with fewer records than the agent may still have a quorum of other agents (`settled`). The agent's
+    additional records were then never decided.
     """
     return lead.term > promised and (lead.settled or lead.log >= log)
 
 
 class Election:
-    """One agent's part in an election. Times are those of `Standing.now`."""
+    """One agent's part in elections. All times are on the clock of `Standing.now`."""
 
     def __init__(self, node: str, incarnation: str = "") -> None:
         self._node = node
         self._incarnation = incarnation
         self._newest_term = 0
-        """The newest term of any leader or candidate that this agent knows of."""
+        """The newest term that any known leader or candidate has had."""
         self._pledged_to = ""
         self._pledged_until = float("-inf")
         self._again_at = float("-inf")
 
     def term_to_stand_for(self, here: Standing) -> int | None:
-        """Return the term for which this agent should ask the others now; None if it should not."""
+        """Return the term for which this agent should ask for votes now; None if it should not be a candidate now."""
         membership = here.membership
         if not membership.electable or self._node not in membership.joined or here.heard_at is None:
             return None
@@ -97,12 +102,12 @@ class Election:
         return term
 
     def give_up(self, now: float) -> None:
-        """Release this agent's pledge to itself, because no quorum would follow it."""
+        """Release this agent's pledge to itself after an election without a quorum."""
         if self._pledged_to == self._node:
             self._pledged_until = now
 
     def judge(self, request: m.AskVote, here: Standing) -> m.Vote:
-        """Decide whether this agent would follow the candidate."""
+        """Decide whether this agent would follow the candidate, and pledge its vote if so."""
         self._newest_term = max(self._newest_term, request.term - 1)
         reason = ""
         if here.heard_at is not None and here.now - here.heard_at < LEADER_PRESENT_S:
@@ -120,7 +125,7 @@ class Election:
         )
 
     def chosen(self, term: int, votes: Iterable[m.Vote], here: Standing) -> bool:
-        """Return whether the answers to `term` are a quorum; `here` is the agent's standing when they are counted."""
+        """Return whether the votes for `term` are a quorum. `here` is the agent's state when they are counted."""
         granted = {self._node}
         for vote in votes:
             self._newest_term = max(self._newest_term, vote.term)
@@ -131,5 +136,5 @@ class Election:
         return not yielded and here.promised < term and here.membership.quorum(granted)
 
     def wait_for(self, node: str, now: float) -> None:
-        """Wait for a supervisor that is being started on that node."""
+        """Pledge this agent's vote to the supervisor that is being started on `node`, for `LEADERLESS_WAIT_S`."""
         self._pledged_to, self._pledged_until = node, now + LEADERLESS_WAIT_S

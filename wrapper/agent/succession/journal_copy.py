@@ -1,7 +1,7 @@
 """An agent's copy of the job's journal: the leader's records, in the journal's own file format, on local disk.
 
-It decides nothing: `resihp.record.quorum` derives from it who may vote, and a successor starts from it. A copy lives
-only as long as its agent, so it needs no flushing: after a crash of the node it would not be used anyway. Used by
+Decides nothing: `resihp.record.quorum` derives the voters from the copy, and a successor starts from it. A copy is used
+only while its agent lives, so it is not flushed to disk: after a crash of the node it would be useless anyway. Used by
 `wrapper.agent.process`.
 """
 
@@ -23,27 +23,28 @@ from wrapper.strict_modes import check_folder
 
 
 class Replica:
-    """One copy. `membership`: leaders and voters according to it."""
+    """One agent's copy of the journal. `membership`: leaders and voters according to the copy."""
 
     def __init__(self, path: Path) -> None:
-        """Begin an empty copy. Raises OSError."""
+        """Begin an empty copy. Raises OSError if the file cannot be created."""
         self.path = path
         self.membership = Membership()
         self.whole = True
-        """False once a record could not be written: the copy still counts in votes, but no successor can start from
-        it."""
+        """False once a record could not be written. The copy then still counts in votes, but no successor can start
+        from it."""
         path.unlink(missing_ok=True)
         self._journal = Journal(path, sync=False)
 
     @property
     def log(self) -> int:
-        """Number of the last record, 0 for none."""
+        """Number of the copy's last record; 0 if it is empty."""
         return self.membership.log
 
     def apply(self, message: m.Replicate) -> None:
-        """Drop the records after `message.after`, and append those of the message.
+        """Drop the records after `message.after`, and append the records of the message.
 
-        Raises ProtocolError if the copy then does not end with `after`, or if a record is invalid or out of order.
+        Raises ProtocolError if the copy then does not end with record `message.after`, or if a record is invalid or out
+        of order.
         """
         if message.after < self.log:
             self._rewind(message.after)
@@ -68,7 +69,7 @@ class Replica:
         self._journal.close()
 
     def _rewind(self, after: int) -> None:
-        """Keep only the records up to number `after`."""
+        """Drop all records after number `after`."""
         if not self.whole:
             raise ProtocolError(f"journal copy: {self.path} is incomplete and cannot be cut after record {after}")
         self._journal.cut(after)
@@ -80,13 +81,13 @@ class Replica:
 def local_place(job: OurJob) -> Path:
     """Return the job's folder on this machine's own disk, and create it if needed.
 
-    Raises UsageError if it cannot be created, or if others may write to it: they could forge our files there.
+    Raises UsageError if it cannot be created, or if other users may write to it, because they could forge files there.
     """
     place = job.journal_file.parent
     try:
         for folder in (place.parent, place):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if folder.lstat().st_uid != os.getuid():  # of a link, too: its owner could change its target
+            if folder.lstat().st_uid != os.getuid():  # also for a link: its owner could change the target
                 raise UsageError(f"{folder}: belongs to another user; set RESIHP_LOCAL to a folder of yours")
             check_folder(folder, "RESIHP_LOCAL")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A supervisor that an agent has started because nobody leads; this module is its guardian.
+"""The guardian of a supervisor that an agent has started as successor.
 
 It decides only one thing: a supervisor that dies by a signal is started again, a few times, on the same socket and with
 the next term. Owned by `wrapper.agent.peers`.
@@ -20,12 +20,12 @@ from wrapper.launch.launcher import own_environment
 
 MAX_RESTARTS = 3
 RESTART_PAUSE_S = 0.2
-"""Pause between an exit and the next start."""
+"""Pause between a supervisor's exit and the next start."""
 
 
 class Successor:
-    """An agent's child supervisor, over all its starts. `copy`: the agent's copy of the journal, from which it
-    begins."""
+    """The supervisor that an agent starts as its child process, including restarts. `copy`: the agent's copy of the
+    journal, from which the supervisor starts."""
 
     def __init__(self, run_file: Path, node: str, copy: Path, listener: socket.socket, term: int) -> None:
         self._run_file = run_file
@@ -40,9 +40,9 @@ class Successor:
         return None if self._process is None else self._process.pid
 
     async def run(self) -> bool:
-        """Start the supervisor, and watch it until it ends; return False if it cannot start on this node."""
+        """Start the supervisor, and watch it until it exits; return False if it cannot start on this node."""
         lock = lock_file(self._copy.with_suffix(".lock"))  # shows commands on this machine that the job has a leader
-        self._copy.with_suffix(".journal").unlink(missing_ok=True)  # of an earlier term: the copy has more records
+        self._copy.with_suffix(".journal").unlink(missing_ok=True)  # from an earlier term: the copy has more records
         try:
             for life in range(MAX_RESTARTS + 1):
                 status = await self._live(self._term + life)

@@ -1,5 +1,6 @@
 """The supervisor's connections to its agents.
 
-`links` keeps all of them and turns what comes in into events; `link` is one. `starts` makes the messages that start
-workers, `rendezvous` tells workers where to meet, `roster` tells agents of each other, and `departure` ends them all.
+`links` keeps all connections and turns incoming messages into events; `link` is the connection to one agent. `starts`
+makes the messages that start workers, `rendezvous` exchanges messages between ranks that build communicators, `roster`
+sends agents the list of all agents, and `departure` ends all agents.
 """

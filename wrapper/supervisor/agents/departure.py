@@ -1,4 +1,4 @@
-"""The departure of the agents at the job's end: they are released, waited for, and ended.
+"""The departure of the agents at the job's end: release them, wait for them, kill the remaining ones.
 
 Decides how long to wait. Never ends the job itself. Called by `wrapper.supervisor.shell` when the job has ended.
 """
@@ -15,13 +15,13 @@ from wrapper.launch.launcher import Launcher
 from wrapper.supervisor.agents.links import AgentLinks
 
 LEAVE_GRACE_S = 60.0
-"""How long scripts may take to end by themselves after training is done."""
+"""How long training scripts may take to exit by themselves after training has ended."""
 TERM_GRACE_S = 3.0
 AGENT_EXIT_S = 3.0
 
 
 class Departure:
-    """The departure of the agents of one job. `hurry` ends all waiting."""
+    """The departure of the agents of one job. `hurry` stops all waiting."""
 
     def __init__(
         self,
@@ -30,7 +30,8 @@ class Departure:
         flush: Callable[[], None],
         commits: Collection[asyncio.Task[None]],
     ) -> None:
-        """`flush` sends what is held back for agents; `commits` are those of checkpoints under way."""
+        """`flush` sends journal records that the agents have not received yet. `commits` are the checkpoint commits in
+        progress."""
         self._launcher, self._links = launcher, links
         self._flush, self._commits = flush, commits
         self._hurry = asyncio.Event()
@@ -39,7 +40,8 @@ class Departure:
         self._hurry.set()
 
     async def complete(self, end: api.End) -> None:
-        """Wait until agents and workers have left, kill what is left, and wait for checkpoints under way."""
+        """Wait until agents and workers have exited, kill the remaining ones, and wait for checkpoint commits in
+        progress."""
         if not end.workers_leave:
             for rank in self._links.live_ranks:
                 self._links.signal(rank, signal.SIGTERM)
@@ -55,7 +57,8 @@ class Departure:
             await self._unless_hurried(asyncio.gather(*self._commits))
 
     async def _agents_gone(self, timeout_s: float) -> None:
-        """Wait until launcher or links report that all agents are gone: srun waits for agents on dead nodes, too."""
+        """Wait until the launcher or the connections report that all agents have exited. The launcher alone is not
+        enough: srun also waits for agents on dead nodes."""
         ways = [asyncio.ensure_future(self._launcher.wait(timeout_s)), asyncio.ensure_future(self._links.all_ended())]
         try:
             await asyncio.wait(ways, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -1,6 +1,6 @@
-"""The link to one node's agent: its connection, its workers, and what it was sent.
+"""The link to one node's agent: its connection, its workers, and the orders sent to it.
 
-Decides whether an agent that connects is the one that is expected. Sends nothing by itself. Owned by `links`.
+Decides whether an agent that connects is the expected one. Sends nothing by itself. Owned by `links`.
 """
 
 from __future__ import annotations
@@ -16,43 +16,47 @@ from resihp.protocol.resumable import Conversation
 
 @dataclass
 class AgentLink:
-    """The link to one node's agent. `dropped`: it is refused from now on."""
+    """The link to one node's agent. `dropped`: the supervisor refuses this agent from now on. `ended`: the agent is
+    lost or has exited."""
 
     node: str
     conversation: Conversation[m.AgentMessage] = field(default_factory=Conversation)
     channel: SecureChannel[Any] | None = None
     pid: int = 0
     incarnation: str = ""
-    """Incarnation of the only agent that is accepted for this node; empty until it is known."""
+    """Incarnation of the only agent that is accepted for this node; empty while it is unknown."""
     join: m.Join | None = None
-    """The `Join` of the present connection, or of the last one."""
+    """The `Join` message of the current connection, or of the last one if there is no connection."""
     peer: m.Peer | None = None
     joined: bool = False
     dropped: bool = False
     ended: bool = False
     live: dict[int, int] = field(default_factory=dict)
-    """Process id by rank of the workers that have started and not ended."""
+    """Process id of each live worker, by rank."""
     closed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while there is no connection."""
+    """Set while the agent is not connected."""
     breaks: int = 0
     """Number of connections that have ended."""
     inherited_epoch: int = 1
-    """Epoch of the last `Go` from a supervisor before us."""
+    """Epoch of the last `Go` that the agent received from an earlier supervisor."""
     epochs: list[tuple[int, int]] = field(default_factory=list)
     """(number of the message, epoch) of each `Go` sent to this agent."""
 
     def epochs_after(self, received: int) -> set[int]:
-        """Return the epochs that an agent of our term may report after it has received that many messages.
+        """Return the epochs that an agent which follows this leader may report after it has received `received`
+        messages.
 
-        0 is valid for an agent that has no answer yet; 1 is also valid for one that was answered and got no `Go`.
+        An agent that has received no message may also report 0. An agent that has received messages but no `Go` reports
+        `inherited_epoch`.
         """
         epoch = max((epoch for number, epoch in self.epochs if number <= received), default=self.inherited_epoch)
         return {epoch, 0} if received == 0 else {epoch}
 
     def refusal(self, join: m.Join, received: int, *, follows_us: bool) -> str | None:
-        """Return why an agent of this node is refused; None if it is accepted.
+        """Return the reason to refuse an agent that connects for this node; None to accept it.
 
-        `received`: number of our messages that it has received. `follows_us`: it is of our term.
+        `received`: number of this supervisor's messages that the agent has received. `follows_us`: the agent has
+        accepted this supervisor's term.
         """
         if self.dropped or self.ended:
             return f"the node was left out; process {join.pid} is refused"

@@ -1,11 +1,11 @@
-"""The supervisor's view of its agents: which are connected, which may return, and which are refused.
+"""The supervisor's view of its agents: which ones are connected, which may reconnect, and which are refused.
 
-`AgentLinks` turns connections and exits into the controller's events. A broken connection is not an event: messages
+`AgentLinks` turns connections and exits into events for the controller. A broken connection is not an event: messages
 that were in flight, in either direction, are sent again on the next connection (`resihp.protocol.resumable`). Every
-connection begins with the supervisor's term: an agent that accepts a new term reports its workers (`Inventory`), and is
-part of the job from then on. Stale agents are fenced by process id, by epoch, and by the number of messages that they
-have received. An agent that reads too slowly counts as lost, as does one that stays away. Decides nothing about
-training. Owned by `wrapper.supervisor.shell`.
+connection begins with the supervisor's term. An agent that accepts a new term reports its workers (`Inventory`), and is
+part of the job from then on. Stale agents are recognised, and refused, by process id, by epoch, and by the number of
+messages that they have received. An agent that reads too slowly, or that does not reconnect in time, counts as lost.
+Decides nothing about training. Owned by `wrapper.supervisor.shell`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from wrapper.supervisor.agents.roster import Rosters
 
 LOOK_EVERY_S = 0.1
 RETURN_WINDOW_S = 20.0
-"""Time for agents to return after their connections broke together, or after we were stopped."""
+"""Time limit for agents to reconnect after their connections broke together, or after the supervisor was stopped."""
 MIN_PAUSE_S = 0.02
-"""Shortest sleep between two looks at the clock, in case it stands still."""
+"""Shortest sleep between two readings of the clock, which may be standing still (`wrapper.supervisor.attention`)."""
 EXIT_DRAIN_S = 0.15
-"""After an agent's exit: how long reading its last messages may take."""
+"""How long to read the last messages of an agent that has exited."""
 
 _log = logging.getLogger("supervisor")
 
@@ -60,11 +60,11 @@ class AgentLinks:
         roster: bool = False,
         incarnations: Mapping[str, str] | None = None,
     ) -> None:
-        """`joined(join)` is called before the event; `acknowledged(node, number)` with every message. `clock` counts
-        only the time in which agents could be heard.
+        """`joined(join)` is called before the event `AgentJoined`; `acknowledged(node, number)` with every message of
+        an agent. `clock` counts only the time in which the supervisor could receive messages of agents.
 
-        `roster`: inform agents about each other (`enlist`). `incarnations`: by node, of agents that have joined a
-        leader before us.
+        `roster`: send agents the list of all agents (`enlist`). `incarnations`: by node, of the agents that joined an
+        earlier leader.
         """
         self._launcher = launcher
         self._event = event
@@ -72,7 +72,7 @@ class AgentLinks:
         self._reconnect_s = reconnect_s
         self._clock = clock or asyncio.get_running_loop().time
         self.lead = lead or m.Lead(term=1, node="", log=0)
-        """Our term and node, sent to agents first on every new connection."""
+        """The supervisor's term and node: the first message on every new connection."""
         self._joined = joined
         self._acknowledged = acknowledged
         self._deposed = deposed
@@ -82,13 +82,14 @@ class AgentLinks:
         self._node_of: dict[int, str] = {}
         self._rendezvous = Exchange(self.post)
         self._herd_until = float("-inf")
-        """Until then, even healthy agents may disconnect and return, because we were stopped."""
+        """Time until which all agents may disconnect and reconnect without being lost, because the supervisor was
+        stopped."""
         self._returned_at = 0.0
-        """When an agent last returned after its connection had broken."""
+        """Time at which an agent last reconnected after its connection had broken."""
         self._unreadable: set[int] = set()
         """Ranks that have sent an undecodable report."""
         self.epoch = 0
-        """Epoch of the last `Go`."""
+        """Epoch of the last `Go` that was sent."""
 
     def _new_link(self, node: str) -> AgentLink:
         link = AgentLink(node, incarnation=self._incarnations.get(node, ""))
@@ -100,19 +101,19 @@ class AgentLinks:
         return tuple(rank for link in self._links.values() for rank in link.live)
 
     def connected(self, nodes: Iterable[str]) -> frozenset[str]:
-        """Return those of these nodes whose agents are connected and follow us."""
+        """Return the nodes among `nodes` whose agents are connected and have joined."""
         links = ((node, self._links.get(node)) for node in nodes)
         return frozenset(node for node, link in links if link is not None and link.channel is not None and link.joined)
 
     def enlist(self, node: str) -> None:
-        """Have the node's agent keep a copy of the journal and inform it about all others: it may have to elect a
-        leader."""
+        """Send the node's agent the list of all agents from now on: an agent that keeps a copy of the journal may have
+        to elect a leader."""
         if self._rosters is not None:
             self._rosters.enlist(node)
 
     def meeting_place(self, node: str) -> dict[str, str]:
-        """Return the address, as torchrun sets it, where ranks of a script with process groups of its own can meet, if
-        the first of them is on this node. Empty if its agent has not joined or has no port for that."""
+        """Return the address (`MASTER_ADDR`, `MASTER_PORT`) at which ranks of a script with its own process groups can
+        rendezvous, if rank 0 is on this node. Empty if the node's agent has not joined or has no port for it."""
         link = self._links.get(node)
         if link is None or link.join is None or link.peer is None or not link.join.meeting_port:
             return {}
@@ -126,7 +127,7 @@ class AgentLinks:
         self.post(node, spawn)
 
     def order(self, ranks: Iterable[int], order: m.WorkerOrder) -> None:
-        """Send an order to these workers; workers without an agent are skipped."""
+        """Send an order to the workers of these ranks. Workers without an agent are skipped."""
         if isinstance(order, m.Go):
             self.epoch = order.epoch
             if self._rosters is not None:
@@ -153,13 +154,13 @@ class AgentLinks:
         self.post(node, m.KillNode(signal=number))
 
     def cut(self, node: str) -> None:
-        """Break the connection, as an injected fault, and lose all messages in flight."""
+        """Break the agent's connection and lose all messages in flight: an injected fault."""
         link = self._links[node]
         if link.channel is not None:
             link.channel.abort()
 
     def drop(self, node: str) -> None:
-        """Refuse the node from now on, and end all processes that may still run there."""
+        """Refuse the node's agent from now on, and end all processes that may still run on the node."""
         link = self._links.setdefault(node, AgentLink(node))
         link.dropped = True
         link.live.clear()
@@ -174,45 +175,48 @@ class AgentLinks:
             self.post(node, m.Release(grace_s=grace_s))
 
     def abandon(self) -> None:
-        """Close every connection without a message: the agents then look for the present leader."""
+        """Close every connection without a message: the agents then look for the current leader."""
         for link in self._links.values():
             link.dropped = True
             if link.channel is not None:
                 link.channel.abort()
 
     async def all_closed(self, timeout_s: float) -> None:
-        """Wait until every agent has closed its connection: we cannot see the exit of agents that we did not start."""
+        """Wait until every agent has closed its connection, at most `timeout_s`: this supervisor cannot see the exit of
+        agents that it did not start."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 for link in self._links.values():
                     await link.closed.wait()
 
     async def all_ended(self) -> None:
-        """Wait until every agent that ever connected has ended or was dropped; agents of lost nodes cannot return."""
+        """Wait until every agent that ever connected has exited or was dropped. Agents of lost nodes count as
+        exited."""
         while any(link.pid and not link.dropped and not link.ended for link in self._links.values()):
             await asyncio.sleep(LOOK_EVERY_S)
 
     def acknowledge(self) -> None:
-        """Acknowledge agents' messages where no other message does; to be called a few times a second."""
+        """Acknowledge agents' messages where no other message carries the acknowledgement; to be called a few times a
+        second."""
         for link in self._links.values():
             link.conversation.acknowledge()
 
     def were_stopped(self) -> None:
-        """Note that we were stopped so long that agents may have taken us for dead: all will reconnect, and we answer
-        slowly."""
+        """Note that the supervisor was stopped for so long that agents may have presumed it dead: all agents will
+        reconnect, and the supervisor will answer slowly."""
         self._herd_until = self._clock() + RETURN_WINDOW_S
 
     def beat(self) -> None:
-        """Send agents a heartbeat and news of each other; to be called once a second."""
+        """Send agents a heartbeat and changes of the list of agents; to be called once a second."""
         if self._rosters is not None:
             self._rosters.send_changes()
         for link in self._links.values():
             link.conversation.mention(m.Alive())
 
     def post(self, node: str, order: msgspec.Struct | msgspec.Raw) -> int:
-        """Send a message to the node's agent, now or when it is back; `Raw`: encoded already.
+        """Send a message to the node's agent, now or when it reconnects. `Raw` is an already encoded message.
 
-        Returns the message's number, 0 if the node has no agent.
+        Returns the message's number; 0 if the node has no agent.
         """
         link = self._links.get(node)
         if link is None or link.dropped or link.ended:
@@ -226,15 +230,15 @@ class AgentLinks:
     # --- in ---------------------------------------------------------------------------------------------------
 
     async def converse(self, channel: SecureChannel[Any], first: Envelope[Any], join: m.Join) -> None:
-        """Serve one agent's connection to its end; `join` came in `first`. Raises ProtocolError if the agent is
-        refused."""
+        """Serve one agent's connection until it closes. `first` is the received envelope that contained `join`. Raises
+        ProtocolError if the agent is refused."""
         link = self._admit(channel, first, join)
         if link.channel is not None:
-            link.channel.abort()  # the agent has noticed its end before us
+            link.channel.abort()  # the agent has noticed the end of this connection first
         if join.term < self.lead.term:
-            # it does not follow us yet: its acknowledgements are of another leader's messages
+            # the agent does not follow this leader yet: its acknowledgements are of another leader's messages
             if link.conversation.received or link.conversation.acknowledged:
-                link.conversation = Conversation()  # else messages that wait for it are still to be sent
+                link.conversation = Conversation()  # otherwise messages that wait for the agent are still to be sent
             first = Envelope(message=join)
         link.pid, link.incarnation, link.channel, link.join = join.pid, join.incarnation, channel, join
         link.peer = m.Peer(node=join.node, host=channel.peer.rpartition(":")[0], port=join.peer_port)
@@ -311,8 +315,8 @@ class AgentLinks:
                 raise ProtocolError(f"agent of node {link.node}: unexpected {type(message).__name__}")
 
     def _receive_report(self, link: AgentLink, envelope: m.FromWorker) -> None:
-        """Hand a worker's report to the controller; disconnect a worker whose report is undecodable, and nobody
-        else."""
+        """Hand a worker's report to the controller. A worker whose report is undecodable is disconnected; its agent and
+        the other workers are not."""
         if envelope.rank in self._unreadable:
             return
         try:
@@ -325,7 +329,7 @@ class AgentLinks:
             self._event(api.WorkerSaid(rank=envelope.rank, message=message))
 
     def _accept(self, link: AgentLink, inventory: m.Inventory) -> None:
-        """Make an agent that follows us part of the job."""
+        """Make an agent that has accepted this supervisor's term part of the job."""
         assert link.join is not None
         link.joined = True
         for worker in inventory.workers:
@@ -367,7 +371,7 @@ class AgentLinks:
             self._event(api.AgentLost(node=link.node, reason=f"connection closed for {self._reconnect_s:g} s"))
 
     async def _give_up(self, link: AgentLink) -> None:
-        """Report an agent as lost that does not read its messages. Not called within `post`, whose caller is the
+        """Report an agent that does not read its messages as lost. A task of its own, because `post` is called by the
         controller."""
         if link.channel is not None:
             link.channel.abort()
@@ -375,8 +379,8 @@ class AgentLinks:
         self._event(api.AgentLost(node=link.node, reason="its agent does not read its messages", how="agent"))
 
     def agent_ended(self, node: str, status: int | None) -> None:
-        """Report the exit of an agent's process, after reading its last messages. `status` None: nobody could observe
-        it."""
+        """Report the exit of an agent's process, after reading its last messages. `status`: None if the exit status
+        could not be observed."""
         link = self._links[node]
         if link.dropped or link.ended:
             return

@@ -1,8 +1,8 @@
-"""Exchange of messages between ranks on different nodes while they build communicators: from agents, to agents.
+"""Exchange of messages between ranks on different nodes that build communicators, from agent to agent.
 
-The supervisor's instance of `resihp.protocol.rendezvous`, the one place where all ranks meet. A node gets each message
-for the groups of its workers once, and all messages of one turn of the event loop together. A meeting begins with the
-order to build, and ends with the meeting of a newer epoch. Owned by `wrapper.supervisor.agents`.
+This is the supervisor's instance of `resihp.protocol.rendezvous`; all ranks meet here. A node receives each message for
+its workers' groups once, and all messages of one turn of the event loop together. A meeting opens with the order to
+build communicators, and ends when the meeting of a newer epoch opens. Owned by `wrapper.supervisor.agents`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _log = logging.getLogger("supervisor")
 
 
 class Exchange:
-    """All open meetings. `post` sends a message to a node's agent."""
+    """All open meetings of ranks. `post` sends a message to a node's agent."""
 
     def __init__(self, post: Callable[[str, m.Published], object]) -> None:
         self._post = post
@@ -28,7 +28,7 @@ class Exchange:
         self._due = False
 
     def open(self, meeting: m.MeetingId) -> None:
-        """Begin a meeting, and end those of older epochs."""
+        """Open a meeting, and end the meetings of older epochs."""
         self._meetings.open(meeting)
 
     def leave(self, node: str) -> None:
@@ -36,7 +36,7 @@ class Exchange:
         self._meetings.leave(node)
 
     def receive(self, node: str, message: m.MeetingMessage) -> None:
-        """Handle a message of a node: its workers attend a meeting, or publish something in it."""
+        """Handle a message of a node: its workers join a meeting, or publish a message in it."""
         meeting = message.meeting
         try:
             if isinstance(message, m.Attend):

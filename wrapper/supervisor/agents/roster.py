@@ -1,8 +1,9 @@
-"""Lists of agents for the agents: those that may elect a leader know all others, to ask for votes and to announce a
+"""Sends agents the list of all agents: an agent that may elect a leader needs it to ask for votes and to announce the
 leader.
 
-Each agent gets the whole list once, and after that only changes. Thousands join within seconds: changes are sent once a
-second, in one message to each agent, encoded once for all. Owned by `wrapper.supervisor.agents`; decides nothing.
+Each agent receives the whole list once, and only changes after that. Because thousands of agents join within seconds,
+changes are sent once a second, in one message to each agent, encoded once for all. Owned by
+`wrapper.supervisor.agents`; decides nothing.
 """
 
 from __future__ import annotations
@@ -16,36 +17,38 @@ from resihp.protocol.framing import encode
 
 
 class Rosters:
-    """The list of agents, and who knows it. `post(node, message)` sends a message to a node's agent."""
+    """The list of agents, and the nodes that have received it. `post(node, message)` sends a message to a node's
+    agent."""
 
     def __init__(self, post: Callable[[str, msgspec.Raw], int]) -> None:
         self._post = post
         self._present: dict[str, m.Peer] = {}
         self._announced: dict[str, m.Peer] = {}
-        """The list as it was last sent."""
+        """The list as of the last `send_changes`."""
         self._enlisted: set[str] = set()
-        """Nodes whose agents are to get the list."""
+        """Nodes whose agents are to receive the list."""
         self._informed: set[str] = set()
-        """Nodes whose agents got all of it."""
+        """Nodes whose agents have received the whole list."""
         self._stale = False
 
     def joined(self, peer: m.Peer) -> None:
         self._present[peer.node], self._stale = peer, True
 
     def enlist(self, node: str) -> None:
-        """Send the list to this node's agent from the next `send_changes` on, because it may have to elect a leader."""
+        """Send the list to this node's agent from the next `send_changes` on, because the agent may have to elect a
+        leader."""
         self._enlisted.add(node)
         self._stale = True
 
     def left(self, node: str) -> None:
-        """Remove a node from the list, and send it nothing any more."""
+        """Remove a node from the list, and send it no more changes."""
         self._enlisted.discard(node)
         if self._present.pop(node, None) is not None:
             self._informed.discard(node)
             self._stale = True
 
     def send_changes(self) -> None:
-        """Send all changes since the last call."""
+        """Send all changes since the last call, and the whole list to agents that are new."""
         if not self._stale:
             return
         new = tuple(peer for node, peer in self._present.items() if self._announced.get(node) != peer)

@@ -1,6 +1,6 @@
-"""Messages that start workers: the settings and the environment that each worker gets.
+"""Messages that start workers: the settings and the environment of each worker.
 
-Decides nothing: the controller says which workers start. Called by `wrapper.supervisor.shell`.
+Decides nothing: the controller decides which workers start. Called by `wrapper.supervisor.shell`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class WorkerStarts:
         self._runs: tuple[tuple[str, int], ...] = ()
 
     def spawn(self, action: api.StartWorkers, meeting_place: Mapping[str, str]) -> m.Spawn:
-        """Return the message to an agent. `meeting_place`: address of the first node, where ranks can meet."""
+        """Return the message that starts `action.workers`. `meeting_place`: environment variables with the address at
+        which ranks can rendezvous."""
         request, settings = self._request, self._settings
         return m.Spawn(
             workers=tuple(
@@ -50,8 +51,8 @@ class WorkerStarts:
         )
 
     def _node_runs(self, nodes: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
-        """Return (node, number of consecutive ranks) of the nodes of all ranks: computed once for all workers that are
-        started together."""
+        """Return (node, number of consecutive ranks) over the nodes of all ranks. Cached, because workers that start
+        together have the same nodes."""
         if nodes is not self._nodes:
             self._nodes = nodes
             self._runs = tuple((node, len(list(ranks))) for node, ranks in itertools.groupby(nodes))

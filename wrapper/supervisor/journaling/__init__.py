@@ -1,4 +1,6 @@
-"""Durability of decisions: `writer` puts them on the leader's disk, `replication` into the agents' copies.
+"""Durability of decisions: `writer` writes them to the leader's disk, `replication` to the agents' copies of the
+journal.
 
-`gate` holds back the actions behind a decision until both have it. Decides nothing about the job.
+`gate` delays the actions that follow from a decision until the decision is durable in both places. Decides nothing
+about the job.
 """

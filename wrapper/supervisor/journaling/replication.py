@@ -1,11 +1,12 @@
-"""The journal's copies: records go to every voting agent, and a decision counts once a quorum of them has it.
+"""Replication of the journal to agents: sends records to every voting agent; a decision counts once a quorum has it.
 
-Owned by `wrapper.supervisor.shell`, which holds back the actions behind a decision until `settled`. The content of an
-agent's copy is known from its acknowledgements, and from the number of its last record when it joined. An agent that
-joins late, or that votes from some plan on, gets all missing records, in pieces that fit its connection, and keeps its
-copy up to date even after it no longer votes. Records go out together (`flush`), encoded once for all agents that lack
-the same ones, and only after they are on the leader's own disk: so no copy is ever ahead of the journal of a supervisor
-that is restarted there. Decides nothing; `resihp.record.quorum` defines a quorum.
+Owned by `wrapper.supervisor.shell`, which delays the actions that follow from a decision until `settled`. The content
+of an agent's copy is known from the agent's acknowledgements, and from the number of the copy's last record when the
+agent joined. An agent that joins late, or that becomes a voter with a later plan, receives all missing records, in
+pieces that fit its connection, and keeps its copy up to date even after it no longer votes. Records are sent in batches
+(`flush`), encoded once for all agents that lack the same records, and only after they are on the leader's own disk: so
+no copy is ever ahead of the journal that a restarted supervisor reads there. Decides nothing; `resihp.record.quorum`
+defines a quorum.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ MAX_IN_FLIGHT_BYTES = 4 << 20
 MAX_CACHED_PIECES = 8
 
 Encoded = tuple[int, bytes]
-"""A record's number, and the encoded record."""
+"""(number of a record, the encoded record)."""
 
 
 class JournalSource(Protocol):
-    """The part of `wrapper.supervisor.journaling.writer.JournalWriter` that is used here."""
+    """The methods of `wrapper.supervisor.journaling.writer.JournalWriter` that replication uses."""
 
     @property
     def written(self) -> int: ...
@@ -42,22 +43,24 @@ class JournalSource(Protocol):
 
 @dataclass
 class _Copy:
-    """State of one agent's copy. `has`: number of the last record that it is known to hold; `sent`: number of the last
-    record that was sent to it."""
+    """State of one agent's copy of the journal. `has`: number of the last record that the agent has acknowledged;
+    `sent`: number of the last record that was sent to it."""
 
     has: int
     sent: int
     under_way: deque[tuple[int, int, int]] = field(default_factory=deque)
-    """(number of the message, number of its last record, bytes) of messages that are not acknowledged yet."""
+    """(number of the message, number of its last record, size in bytes) of messages that are not acknowledged yet."""
     bytes_under_way: int = 0
     fetching: bool = False
 
 
 class _Piece:
-    """Consecutive records as one message: encoded once for all agents that lack them, and compressed if used again."""
+    """Consecutive records as one message: encoded once for all agents that lack these records, and compressed from the
+    second use on."""
 
     def __init__(self, after: int, records: list[Encoded], flushed: int) -> None:
-        """`flushed`: the last record that was due when the piece was made; the piece may end before it."""
+        """`flushed`: number of the last record that was due when the piece was made; a piece of limited size may end
+        before it."""
         self.after, self.flushed = after, flushed
         self.last = records[-1][0]
         self.size = sum(len(body) for _, body in records)
@@ -77,8 +80,8 @@ def _encoded(after: int, bodies: list[bytes], *, smaller: bool = False) -> msgsp
 
 
 class Replication:
-    """All copies of one journal. `post(node, message)` returns the message's number, 0 if the node has no agent;
-    `message` is an encoded `Replicate`."""
+    """All agents' copies of one journal. `post(node, message)` sends an encoded `Replicate` and returns the message's
+    number; 0 if the node has no agent."""
 
     def __init__(
         self,
@@ -87,30 +90,31 @@ class Replication:
         post: Callable[[str, msgspec.Raw], int],
         enlist: Callable[[str], None],
     ) -> None:
-        """`membership` has read the journal so far; from here on it follows the records that are `appended`.
+        """`membership` reflects the journal so far; from here on it is updated with the records that are `appended`.
 
-        `enlist(node)` asks the node's agent to keep a copy from now on.
+        `enlist(node)` is called for each agent that is to keep a copy from now on.
         """
         self.membership = membership
         self._enlist = enlist
         self._following: dict[str, int] = {}
-        """Agents that follow us, and the number of the last record in their copies when they joined."""
+        """Nodes whose agents follow this leader, and the number of the last record in each agent's copy when it
+        joined."""
         self._journal = journal
         self._post = post
         self._copies: dict[str, _Copy] = {}
         self._owed: deque[tuple[int, tuple[tuple[frozenset[str], str], ...]]] = deque()
-        """(number, electorates) of decisions that no quorum is known to have, the oldest first."""
+        """(record number, electorates) of decisions that no quorum is known to have, oldest first."""
         self._lacking = 0
-        """Lower bound on the acknowledgements still missing for the oldest decision: with thousands of agents, it would
-        be too expensive to count them all at every acknowledgement."""
+        """Lower bound on the number of acknowledgements that the oldest decision in `_owed` still needs. With thousands
+        of agents it would be too expensive to count all acknowledgements whenever one arrives."""
         self._flushed = journal.written
         self._pieces: dict[int, _Piece] = {}
-        """Pieces that were sent last, by the number of the record before them: many agents lack the same records."""
+        """The most recently sent pieces, by the number of the record before each: many agents lack the same records."""
 
     def appended(self, record: Record, decision: bool) -> None:
-        """Note a record that was added to the journal: it goes out with the next `flush`.
+        """Note a record that was added to the journal; it is sent with the next `flush`.
 
-        A decision needs a quorum of the agents that vote before it and of those that vote after it.
+        A decision needs a quorum of the agents that vote before it, and a quorum of those that vote after it.
         """
         electorates = self.membership.electorates if decision else ()
         self.membership.apply(record)
@@ -121,8 +125,8 @@ class Replication:
             self._begin(node)
 
     def flush(self) -> None:
-        """Send records that have reached the disk since the last call, to all agents that have the records before
-        them."""
+        """Send the records that have reached the disk since the last call to all agents that have the earlier
+        records."""
         if self._flushed == self._journal.written:
             return
         self._flushed = self._journal.written
@@ -130,7 +134,8 @@ class Replication:
             self._send(node, copy)
 
     def joined(self, node: str, log: int) -> None:
-        """Note that an agent accepts us; its copy ends with record `log`, and agrees with ours as far as ours goes."""
+        """Note that an agent follows this leader. Its copy ends with record `log`, and agrees with the leader's journal
+        as far as both go."""
         self._following[node] = log
         if node in self._copies or node in self._keepers:
             self._begin(node)
@@ -141,7 +146,7 @@ class Replication:
         has = self._journal.common(log)
         copy = self._copies[node] = _Copy(has=has, sent=has)
         self._lacking = 0
-        if log > has and has == self._flushed:  # its further records were never decided
+        if log > has and has == self._flushed:  # the copy's further records were never decided
             self._post(node, _encoded(has, []))
         self._send(node, copy)
 
@@ -150,7 +155,7 @@ class Replication:
         self._copies.pop(node, None)
 
     def acknowledged(self, node: str, number: int) -> None:
-        """Note that the agent has all messages up to this number."""
+        """Note that the agent has received all messages up to this number."""
         copy = self._copies.get(node)
         if copy is None:
             return
@@ -169,17 +174,17 @@ class Replication:
 
     @property
     def needs_no_votes(self) -> bool:
-        """Whether no agent has ever joined, or all of them were lost: then the first agent to join is a quorum."""
+        """Whether no agent has ever joined, or all agents were lost: then the first agent to join is a quorum."""
         return self.membership.quorum(frozenset())
 
     @property
     def accepted(self) -> bool:
-        """Whether a quorum of agents has joined us."""
+        """Whether a quorum of agents follows this leader."""
         return self.membership.quorum(self._copies.keys())
 
     @property
     def settled(self) -> bool:
-        """Whether a quorum knows every decision so far."""
+        """Whether a quorum has every decision so far."""
         while self._owed and self._lacking <= 0:
             seq, electorates = self._owed[0]
             holders = {node for node, copy in self._copies.items() if copy.has >= seq}
@@ -213,7 +218,7 @@ class Replication:
             self._send(node, copy)
 
     def _sent(self, node: str, copy: _Copy, piece: _Piece) -> bool:
-        """Send a piece to the node's agent; return False if the node has none."""
+        """Send a piece to the node's agent; return False if the node has no agent."""
         number = self._post(node, piece.message())
         copy.sent = piece.last
         if number:

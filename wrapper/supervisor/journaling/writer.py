@@ -1,10 +1,10 @@
-"""The leader's journal, written by a thread of its own: a slow or failing disk does not stop the loop that sends
-heartbeats.
+"""The leader's journal, written by its own thread, so that a slow or failing disk does not stop the event loop, which
+sends heartbeats.
 
-`append` numbers a record and returns; the thread writes all waiting records at once, and then `on_disk` is called. A
-failed write is repeated until it succeeds: the shell decides how long it leads meanwhile. The last records stay in
-memory, for the agents' copies (`replication`); older ones are read from the file, outside the loop. Decides nothing.
-Owned by `wrapper.supervisor.shell`.
+`append` numbers a record and returns. The thread writes all waiting records at once; then `on_disk` is called. A failed
+write is repeated until it succeeds; the shell decides how long to lead while writes fail. The last records stay in
+memory for the agents' copies (`replication`); older ones are read from the file, outside the event loop. Decides
+nothing. Owned by `wrapper.supervisor.shell`.
 """
 
 from __future__ import annotations
@@ -26,34 +26,35 @@ from resihp.record.journal_file import Journal, Packed
 RETRY_S = 0.5
 PACK_RETRY_S = 300.0
 MAX_RECENT_BYTES = 4 << 20
-"""Size of the written records that are kept in memory."""
+"""Limit on the bytes of written records that are kept in memory."""
 
 _log = logging.getLogger("supervisor")
 
 Encoded = tuple[int, bytes]
-"""A record's number, and the encoded record."""
+"""(number of a record, the encoded record)."""
 
 
 class JournalWriter:
-    """Created and used in the event loop. `on_disk()` is called there whenever more of the journal is on disk."""
+    """Writer of one journal, created and used in the event loop. `on_disk()` is called in the loop whenever more of the
+    journal is on disk."""
 
     def __init__(self, journal: Journal, on_disk: Callable[[], None]) -> None:
         self._journal = journal
         self._on_disk = on_disk
         self._loop = asyncio.get_running_loop()
         self.trouble = ""
-        """Why the last write failed; empty if it succeeded, or is still going on."""
+        """Reason why the last write failed; empty if it succeeded or is in progress."""
         self.written = journal.seq
         """Number of the last record that is on disk."""
         self._reached = journal.seq
-        """The same, as the thread knows it."""
+        """Number of the last record that the thread has written; `written` follows once the loop is told."""
         self._waiting: list[tuple[Record, bytes]] = []
-        """Records that are appended, and not handed to the thread yet."""
+        """Records that were appended, but not handed to the thread yet."""
         self._waiting_since: float | None = None
-        """Since when the oldest of them has waited."""
+        """Time at which the oldest of the `_waiting` records was appended; None if there are none."""
         self._writing_since: float | None = None
-        """The same for records that the thread is writing; the thread sets it, so that a busy loop does not look like a
-        slow disk."""
+        """Time at which the oldest record that the thread is now writing was appended; None if it writes none. Set by
+        the thread, so that a busy event loop does not look like a slow disk."""
         self._before = journal.seq
         self._seqs: list[int] = []
         self._bodies: list[bytes] = []
@@ -62,7 +63,7 @@ class JournalWriter:
         self._closing = False
         self._fetches: set[asyncio.Task[None]] = set()
         self._packed: Packed | None = None
-        """The packed file that is to replace the journal; set by the thread that packs."""
+        """The packed file that is to replace the journal; set by the thread that packs, None if there is none."""
         self._is_packing = False
         self._pack_at = 0.0
         self._thread = threading.Thread(target=self._write_until_closed, name="journal", daemon=True)
@@ -79,13 +80,13 @@ class JournalWriter:
 
     @property
     def behind_s(self) -> float:
-        """For how many seconds the oldest unwritten record has waited."""
+        """Seconds for which the oldest unwritten record has waited; 0 if all are written."""
         since = [at for at in (self._writing_since, self._waiting_since) if at is not None]
         return time.monotonic() - min(since) if since else 0.0
 
     def append(self, entry: AnyEntry, at: float) -> Record:
-        """Number one entry, to be written soon. Raises ProtocolError if it is too large; the journal is unchanged
-        then."""
+        """Number an entry and queue it for writing. Raises ProtocolError if the entry is too large; the journal is then
+        unchanged."""
         record, body = self._journal.stamp(entry, at)
         self._seqs.append(record.seq)
         self._bodies.append(body)
@@ -99,15 +100,15 @@ class JournalWriter:
     # --- for the copies ----------------------------------------------------------------------------------------
 
     def common(self, log: int) -> int:
-        """Return the number of the last record that a copy which ends with record `log` shares with us."""
+        """Return the number of the last record that this journal shares with a copy which ends with record `log`."""
         if log < self._before or not self._seqs:
             return self._journal.common(log)
         at = bisect_right(self._seqs, log)
         return self._seqs[at - 1] if at else self._before
 
     def recent(self, seq: int, most_bytes: int) -> list[Encoded] | None:
-        """Return the records after `seq` that are on disk, about `most_bytes` of them; None if only the file has them
-        (`fetch`)."""
+        """Return the records after `seq` that are on disk, about `most_bytes` in total; None if they are only in the
+        file (use `fetch`)."""
         if seq < self._before:
             return None
         records, size = [], 0
@@ -119,8 +120,8 @@ class JournalWriter:
         return records
 
     def fetch(self, seq: int, most_bytes: int, give: Callable[[list[Encoded]], None]) -> None:
-        """Read the same records from the file and pass them to `give` later; an empty list if the file cannot be
-        read."""
+        """Read the records after `seq`, about `most_bytes` in total, from the file, and pass them to `give` later; an
+        empty list if the file cannot be read."""
 
         async def read() -> None:
             try:
@@ -166,8 +167,8 @@ class JournalWriter:
             self._pack()
 
     def _pack(self) -> None:
-        """Have another thread pack the journal into a new file while writing goes on; replace the journal once that is
-        done."""
+        """Start a thread that packs the journal into a new file while writing continues; replace the journal once the
+        file is complete."""
         try:
             if self._packed is not None:
                 self._journal.adopt(self._packed)
@@ -191,7 +192,7 @@ class JournalWriter:
                 self._wake.notify()
 
     def _not_packed(self, error: Exception) -> None:
-        """Note that packing failed; the journal is unchanged, only larger than it could be."""
+        """Note that packing failed. The journal is unchanged, only larger than necessary."""
         self._pack_at = time.monotonic() + PACK_RETRY_S
         self._is_packing = False
         _log.warning("journal %s: not packed: %s", self._journal.path, error)
@@ -213,7 +214,7 @@ class JournalWriter:
         self.trouble = error.strerror or str(error)
 
     def _forget(self) -> None:
-        """Forget the older written records, once twice the limit is in memory."""
+        """Remove the oldest written records from memory once they exceed twice the limit."""
         if self._recent_bytes <= 2 * MAX_RECENT_BYTES:
             return
         count = 0
@@ -225,7 +226,8 @@ class JournalWriter:
             del self._seqs[:count], self._bodies[:count]
 
     def close(self, timeout_s: float) -> bool:
-        """Write waiting records within `timeout_s`; return False if some are left. Blocks: not for the event loop."""
+        """Write the waiting records within `timeout_s`; return False if some are not written. Blocks: do not call it in
+        the event loop."""
         with self._wake:
             self._closing = True
             self._wake.notify()

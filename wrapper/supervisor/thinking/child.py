@@ -1,8 +1,8 @@
-"""A child process that is started by a thread of its own, so that a slow start blocks nobody else.
+"""A child process that is started by its own thread, so that a slow start does not block the event loop.
 
-Between fork and exec a child closes its inherited files, which takes long if a file system hangs, and the starting
-thread waits for the exec. That thread lives as long as the process, because the kernel ends the child when the thread
-that forked it exits (`resihp.process.die_with_parent`).
+Between fork and exec, a child closes its inherited files, which takes long if a file system hangs, and the starting
+thread waits for the exec. The thread lives as long as the child, because the kernel ends the child when the thread that
+forked it exits (`resihp.process.die_with_parent`).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Child:
-    """A running child. `reader` has its output, `writer` is its input: both ends of one socket."""
+    """A running child process. `reader` reads its output and `writer` writes its input, over one socket."""
 
     process: subprocess.Popen[bytes]
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
     def end(self) -> None:
-        """Kill the child, without waiting for it; its thread does."""
+        """Kill the child without waiting for its exit; its thread waits."""
         self.writer.close()
         self.process.kill()
 
 
 async def start(command: Sequence[str], environment: Mapping[str, str]) -> Child:
-    """Start a command in a session of its own, with our stderr. Raises OSError if that fails."""
+    """Start a command in its own session, with this process's stderr. Raises OSError if the start fails."""
     loop = asyncio.get_running_loop()
     started: asyncio.Future[subprocess.Popen[bytes]] = loop.create_future()
     ours, theirs = socket.socketpair()

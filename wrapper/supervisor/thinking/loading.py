@@ -1,9 +1,10 @@
-"""Loads the compiled plan search before it is needed: a loss for which no plan was made ahead is planned in the
-supervisor, and compiling takes seconds in which the agents would take it for dead and elect another.
+"""Loads the compiled plan search before it is needed. The supervisor itself plans for a loss that no plan was made
+ahead for; compiling the search then would take seconds, in which the agents would presume it dead and elect another
+leader.
 
 The search is compiled once on a machine, and read from the disk afterwards (`resihp.scheduler.search.kernels`). Loading
-runs in a thread, because the disk may hang; until it is done, plans are made without the search. This is a `Listener`
-of the journal, which reports early the job's model and the memory of its devices.
+runs in a thread, because the disk may hang; until it has finished, plans are made without the search. `SearchLoader` is
+a `Listener` of the journal, which contains the job's model and the memory of its devices early on.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _log = logging.getLogger("resihp.planner")
 
 
 class SearchLoader:
-    """Loads the search once the model is known. `past`: the records of the leaders before us."""
+    """Loads the plan search once the model is known. `past`: the journal records of earlier leaders."""
 
     def __init__(
         self, settings: Settings, past: Iterable[Record] = (), load: Callable[[], None] = anytime.load
@@ -31,8 +32,8 @@ class SearchLoader:
         self._begun = False
         self.ready = threading.Event()
         self.planner = NamedPlanner(decide=self._decide) if settings.planner == "resihp" else None
-        """The controller's planner: ours, which searches once the search is loaded. None: the planner of the
-        settings."""
+        """The controller's planner, which uses the search once it is loaded. None: the settings name another
+        planner."""
         for record in past:
             self.submit(record)
 
@@ -46,7 +47,7 @@ class SearchLoader:
             threading.Thread(target=self._run, daemon=True, name="loads the search").start()
 
     def close(self, deadline: float) -> None:
-        """Do nothing: nobody waits for the search at the end."""
+        """Do nothing: at the job's end nothing waits for the search."""
 
     def _run(self) -> None:
         try:

@@ -1,8 +1,8 @@
-"""The planning process: reads questions from its standard input, one after the other, and writes answers to its output.
+"""The planning process: reads questions one after the other from its standard input, and writes answers to its output.
 
 `python -P -m wrapper.supervisor.thinking.process --planner NAME --parent PID`, started by `thinker`. Runs at low
-priority, on one core; ends with its input, or with its parent. `resihp.scheduler.thinking` answers the questions; this
-module only keeps the time.
+priority, on one core; exits at the end of its input, or with its parent. `resihp.scheduler.thinking` answers the
+questions; this module only enforces the time limit of the search.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The supervisor's end of planning ahead: has questions answered by a separate process, one at a time.
+"""The supervisor's end of planning ahead: sends questions to a separate process, one at a time.
 
-The process is started with the first question, and again a few times if it fails. Nothing waits for it: if an answer is
-missing when it is needed, the planner is asked then, as if nothing had been planned ahead.
+The process is started with the first question, and restarted a few times if it fails. The supervisor never waits for
+the process: if an answer is missing when it is needed, the planner is asked then, as without planning ahead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from wrapper.supervisor.thinking.frames import ANSWER_DECODER, FRAME_LENGTH, fra
 
 MAX_STARTS = 4
 ANSWER_TIMEOUT_S = 120.0
-"""How long an answer may take beyond the time that is granted for its search."""
+"""How long an answer may take in addition to the time that is granted for its search."""
 SINGLE_CORE_ENVIRONMENT = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 _log = logging.getLogger("thinker")
@@ -32,7 +32,8 @@ def command(planner: str) -> list[str]:
 
 
 class Thinker:
-    """`handle` gets the answers, in the event loop in which questions are asked."""
+    """Sends questions to the planning process. `handle` receives the answers, in the event loop in which the questions
+    are asked."""
 
     def __init__(self, handle: Callable[[api.AnyEvent], None], command: Sequence[str]) -> None:
         self._handle, self._command = handle, command
@@ -42,7 +43,7 @@ class Thinker:
         self._task: asyncio.Task[None] | None = None
 
     def ask(self, question: api.Think) -> None:
-        """Have a question answered after the one in progress; it replaces a question that was not begun yet."""
+        """Queue a question behind the one in progress; it replaces a queued question."""
         self._next = question
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._work())
@@ -56,7 +57,7 @@ class Thinker:
         self._end()
 
     async def _work(self) -> None:
-        """Answer questions; never fails: a question whose process fails gets no answer."""
+        """Answer questions until none is queued. Never fails: if the process fails, its question gets no answer."""
         while (question := self._next) is not None:
             self._next = None
             try:
@@ -70,13 +71,13 @@ class Thinker:
                 self._handle(answer)
 
     async def _answer(self, question: api.Think) -> api.Thought | None:
-        """Return the answer; None if the process was started too often. Raises OSError, EOFError, ValueError if it
-        fails."""
+        """Return the answer to a question; None if the process was already started `MAX_STARTS` times. Raises OSError,
+        EOFError or ValueError if the process fails."""
         if self._child is None:
             if self._starts == MAX_STARTS:
                 return None
             self._starts += 1
-            # its stderr is ours: a file in the job's folder may hang, and block everything
+            # it inherits this process's stderr: a file in the job's folder may hang, and block everything
             self._child = await start(self._command, os.environ | SINGLE_CORE_ENVIRONMENT)
         self._child.writer.write(frame(question))
         await self._child.writer.drain()

@@ -105,7 +105,7 @@ def judge(
 
     With `suspects`, a device is compared with its past and with its peers, and the worse result counts. If `suspects`
     is None, no device is under suspicion in particular; then a device with a known past is compared with its past only,
-    because devices differ, and the slowest of many healthy devices may be far from its peers. """
+    because devices differ, and the slowest of many healthy devices may be far from its peers."""
     judged = {
         rank: Judged(rank=rank, speed=None, fit=False, evidence=why, odds=MAX_LOG_ODDS) for rank, why in failed.items()
     }

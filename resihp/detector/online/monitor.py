@@ -94,7 +94,8 @@ class Monitor:
         self._whole: WholeTest
         self._beside: Beside | None = None
         self._before = -math.inf
-        """Level of whole iterations before the present slowness was found; -inf if there is none."""
+        """Level of whole iterations before the present slowness was found, because a lower level may be learnt when
+        that slowness ends; -inf if there is none."""
         self._slow: dict[int, float] = {}
         """Slow-down of each slow rank, log units; ranks on standby included."""
         self._slow_links: dict[tuple[int, int], float] = {}

@@ -83,7 +83,7 @@ CATEGORY_DEFAULTS: Mapping[Category, Defaults] = {
 class Signature(msgspec.Struct, frozen=True):
     """A kind of line, and its meaning; a row of `SIGNATURES`.
 
-    `words`: the rest of a sentence that begins with the failed rank or node, with named groups of the pattern in braces.
+    `words`: rest of a sentence that begins with the failed rank or node, with named groups of the pattern in braces.
     `needles`: literals of which a line contains one; `pattern`: confirms the line, None if the needle suffices.
     `component`: the failed component; `blames`: whether the node is at fault; `certainty`: of the category, 0 to 1.
     `raised`: whether only the last line of a Python traceback counts. `node_wide`: whether the kernel or Slurm writes

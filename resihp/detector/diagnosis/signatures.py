@@ -38,7 +38,7 @@ class Depth(IntEnum):
     NAMED = 0
     """The kernel, a driver or Slurm names the failed part."""
     REPORTED = 1
-    """A library reports an error from outside of it."""
+    """A library or the kernel reports a specific error."""
     RAISED = 2
     """The program raised an exception of its own."""
     EXIT = 3

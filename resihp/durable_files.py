@@ -25,11 +25,12 @@ MAX_LINKS = 40
 
 @contextmanager
 def replacing(path: Path, mode: int = 0o666, *, named_by_user: bool = False) -> Iterator[BinaryIO]:
-    """Open a new file that replaces `path` when the block ends without an exception, and is deleted otherwise.
+    """Yield a new file for writing; it replaces `path` when the block ends, and is deleted if the block raises.
 
-    The new file has the permissions `mode` less the umask. A device is written directly, as in `-o /dev/stdout`. With
-    `named_by_user`, a link that belongs to the user or to root is followed, and a pipe or device that belongs to them
-    is written directly, since they put it there for that purpose. Raises OSError.
+    The new file has the permissions `mode` less the umask. If `path` is in one of `DEVICE_FOLDERS`, as in
+    `-o /dev/stdout`, it is opened for writing directly. With `named_by_user`, symbolic links that belong to the user or
+    to root are followed, and a pipe or character device that belongs to the user or to root is also opened directly:
+    its owner put it there for that purpose. Raises OSError.
     """
     if named_by_user:
         path = own_links_followed(path)
@@ -56,7 +57,7 @@ def own_users() -> tuple[int, ...]:
 
 
 def own_links_followed(path: Path) -> Path:
-    """Return the path after following links of the user or root, up to the first link that belongs to somebody else."""
+    """Return `path` with its symbolic links followed, up to the first link that neither the user nor root owns."""
     for _ in range(MAX_LINKS):
         try:
             link = path.lstat()
@@ -71,7 +72,7 @@ def own_links_followed(path: Path) -> Path:
 
 
 def _is_own_channel(path: Path) -> bool:
-    """Return whether `path` is a pipe or a device of the user or root, which is written to instead of replaced."""
+    """Return whether `path` is a pipe or character device that belongs to the user or to root."""
     try:
         target = path.lstat()
     except OSError:
@@ -81,7 +82,7 @@ def _is_own_channel(path: Path) -> bool:
 
 
 def write_durably(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Replace a file atomically and flush it to disk. Raises OSError."""
+    """Replace the file `path` by `content` atomically, and flush file and folder to disk. Raises OSError."""
     with replacing(path, mode) as file:
         file.write(content)
         file.flush()
@@ -90,7 +91,7 @@ def write_durably(path: Path, content: bytes, mode: int = 0o666) -> None:
 
 
 def commit_file(temporary: Path, path: Path) -> None:
-    """Rename `temporary` to `path` and flush the folder. The file's content must have been flushed already."""
+    """Rename `temporary` to `path` and flush the folder. The caller must have flushed the file's content before."""
     temporary.replace(path)
     sync_folder(path.parent)
 

@@ -44,7 +44,7 @@ class CheckpointError(UsageError):
 
 
 class DeviceError(UsageError):
-    """A device failed its examination, which precedes any work on it."""
+    """A device failed the examination that precedes its first work."""
 
 
 class JobNotFoundError(UsageError):

@@ -9,13 +9,16 @@ import msgspec
 from resihp.errors import ConfigurationError
 
 Kind = Literal["kill", "crash", "stop", "hang", "raise", "disconnect", "slow"]
-"""`disconnect` closes the supervisor's connection to a node's agent once. `slow` persists."""
+"""Kind of a fault. `disconnect` closes the supervisor's connection to a node's agent once. `slow` persists for several
+iterations."""
 
 Phase = Literal["forward", "backward", "reduce", "step", "park", "groups", "transfer", "resume"]
-"""The first four are phases of an iteration; the others are phases of the transition before it, if there is one."""
+"""Phase in which a fault fires. `forward`, `backward`, `reduce` and `step` belong to an iteration; `park`, `groups`,
+`transfer` and `resume` belong to the transition to a new plan before that iteration, if there is one."""
 
 LINK_MS = "RESIHP_EMULATED_LINK_MS"
-"""Time, in milliseconds, of one transfer over a healthy link between two nodes (`resihp.executor.emulation`)."""
+"""Environment variable: emulated milliseconds of one transfer over a healthy link between two nodes
+(`resihp.executor.emulation`)."""
 
 LINKS_NEED_TIMES = (
     "the duration of a transfer over a healthy link must be emulated as well; start the job with that time in "
@@ -25,9 +28,10 @@ LINKS_NEED_TIMES = (
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """One fault. It fires once: when its target, or the first rank if that is standby, enters `phase` of `iteration`.
+    """One injected fault. It fires once, when its target enters `phase` of `iteration`.
 
-    Exactly one of `rank`, `node` and `link` is set. `iteration` is None if an operator asked for the fault immediately.
+    If the target is on standby, the fault fires when the first rank enters that phase. Exactly one of `rank`, `node`
+    and `link` is set. `iteration` is None if an operator asked for the fault immediately.
     """
 
     id: int
@@ -35,13 +39,13 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None = None
     node: str | None = None
     link: tuple[str, str] | None = None
-    """For `slow`: the link between two nodes, names in ascending order."""
+    """For `slow`: the names of the two nodes that the link joins, in ascending order."""
     iteration: int | None = None
     phase: Phase = "forward"
     speed: float | None = None
-    """For `slow`: the remaining speed; 1 is healthy."""
+    """For `slow`: the remaining speed, from 0.01 to below 1, relative to the healthy speed."""
     until: int | None = None
-    """For `slow`: the first iteration at full speed again; None if it stays slow."""
+    """For `slow`: the first iteration at full speed again; None if the target stays slow until the end."""
     every: int = 1
     """For `slow`: only iterations divisible by this number are slow."""
 
@@ -52,7 +56,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         return f"rank={self.rank}" if self.rank is not None else f"node={self.node}"
 
     def hits(self, rank: int, node: str) -> bool:
-        """Return whether the rank, which runs on `node`, is the target or belongs to it."""
+        """Return whether the fault's target is `rank`, its node `node`, or a link that ends at `node`."""
         return self.rank == rank or self.node == node or node in (self.link or ())
 
     def __str__(self) -> str:
@@ -69,7 +73,7 @@ _SLOW_EXAMPLE = "example: slow:rank=5,speed=0.5@iteration=10,until=40"
 def parse(text: str, fault_id: int) -> Fault:
     """Parse one `--fault` value.
 
-    Raises ConfigurationError, whose message names the invalid part and shows a valid example.
+    Raises ConfigurationError; the message names the invalid part and shows a valid example.
     """
     example = "example: kill:rank=1@iteration=3,phase=backward"
     head, at, when = text.partition("@")
@@ -116,7 +120,7 @@ def _read_values(text: str, target: str, when: str, example: str) -> dict[str, s
 
 
 def _check_keys(text: str, kind: str, values: dict[str, str], example: str) -> None:
-    """Check that a fault has only keys of its kind, and one target that its kind can hit."""
+    """Raise ConfigurationError unless the fault has only keys of its kind and exactly one target valid for its kind."""
     slow_keys = ("link", "speed", "until", "every") if kind == "slow" else ()
     unknown = set(values) - {"rank", "node", "iteration", "phase", *slow_keys}
     if unknown:
@@ -132,7 +136,7 @@ def _check_keys(text: str, kind: str, values: dict[str, str], example: str) -> N
 
 
 def _read_numbers(text: str, values: dict[str, str], example: str) -> tuple[int, int | None]:
-    """Read the iteration, and the rank if that is the target."""
+    """Return the iteration, and the rank; the rank is None if the target is a node or a link."""
     try:
         iteration = int(values["iteration"])
         rank = int(values["rank"]) if "rank" in values else None
@@ -144,9 +148,9 @@ def _read_numbers(text: str, values: dict[str, str], example: str) -> tuple[int,
 
 
 def ends(link: str) -> tuple[str, str] | None:
-    """Return the two nodes of `n1-n2` in ascending order; None if they are not exactly two names.
+    """Return the two node names of a link `n1-n2` in ascending order; None if `link` is not two different names.
 
-    Names may contain dashes, but both must contain the same number.
+    Node names may contain dashes, but both names must contain equally many.
     """
     parts = link.split("-")
     middle, odd = divmod(len(parts), 2)

@@ -1,11 +1,11 @@
 """Read access to a ledger for notebooks and scripts: `from resihp.ledger import queries`.
 
-The package that reads ledgers is called `db`. Users often have a module of that name, too, and Python imports the first
+The package that reads ledgers is called `db`. Users often have a module called `db`, too, and Python imports the first
 match on its path, beginning with the script's folder. This module always loads the `db` that was installed with resihp.
-A process can hold only one module per name: if another `db` was imported already, the error names its file and nothing
-is imported; if a script imports ours first, `db` means ours from then on.
+A process can load only one module called `db`. If the user's `db` was imported before, accessing `queries` raises
+ImportError with the file of that module. If resihp's `db` was imported first, a later `import db` finds resihp's.
 
-No other module of resihp imports `db` or this module, so a training process never loads it.
+No other module of resihp imports `db` or this module, so a training process never loads either.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _queries() -> Any:
-    """Return `db.reading.queries`. Raises ImportError if another module named `db` has been imported already."""
+    """Return the module `db.reading.queries`. Raises ImportError if another `db` than resihp's was imported before."""
     ours = Path(__file__).resolve().parents[1]
     loaded = sys.modules.get("db")
     if loaded is not None:

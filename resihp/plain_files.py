@@ -1,7 +1,7 @@
-"""Files that another user may have created: opened only if regular, without blocking or following links.
+"""Opens files that another user may have created: only regular files, without blocking, without following links.
 
-A file is examined through its descriptor, since its name may refer to another file a moment later. This module does not
-judge a file's content. Called by all code that reads a job's folder, a ledger or a log.
+The check uses the open descriptor, because the name may refer to another file a moment later. This module never
+examines a file's content. Called by all code that reads a job's folder, a ledger or a log.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 
 
 def open_plain(path: Path, *, follow: bool = False) -> int:
-    """Open a regular file for reading and return its descriptor.
+    """Open a regular file for reading and return its descriptor, without blocking.
 
-    With `follow`, the last part of the path may be a symbolic link. Raises OSError for a link otherwise (ELOOP), for a
-    pipe, a device or a folder (EINVAL), and for a path that contains a NUL. Never blocks.
+    With `follow`, the last part of the path may be a symbolic link; without, a link raises OSError (ELOOP). A socket, a
+    pipe, a device, a folder, or a path that contains a NUL raises OSError (EINVAL).
     """
     if "\0" in str(path):
         raise OSError(errno.EINVAL, "holds a NUL", ascii(str(path)))
@@ -42,8 +42,8 @@ def is_plain(path: Path) -> bool:
 
 
 def is_trusted(status: os.stat_result) -> bool:
-    """Return whether only we or root can have written the file: it belongs to us or root, and nobody else can write it.
+    """Return whether a file belongs to the current user or root, and neither its group nor others may write it.
 
-    A sticky folder is not trusted: others can add files to it.
+    A sticky folder that others may write, such as /tmp, is not trusted: others can add files to it.
     """
     return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

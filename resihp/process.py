@@ -1,4 +1,7 @@
-"""Linux process control: parent-death signals, child reaping, descriptor limits, process states. Decides nothing."""
+"""Controls Linux processes: signals on a parent's death, reaping of children, descriptor limits, states, names.
+
+Used by supervisors, agents and workers. Never decides which process should end: the callers do.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,21 @@ AGENT_FD = "RESIHP_AGENT_FD"
 """Environment variable of a worker: descriptor number of its inherited socket to the agent."""
 
 OPEN_FILES = "RESIHP_OPEN_FILES"
-"""Environment variable of our own processes: the user's descriptor limit, a slash, and our raised limit."""
+"""Environment variable of resihp's own processes: the user's descriptor limit, a slash, and the raised limit."""
 MOST_OPEN_FILES = 1 << 16
-"""Enough for 16,384 nodes. With a hard limit of 10^9, programs that close every possible descriptor would hang."""
+"""Highest descriptor limit that is set: enough for 16,384 nodes. With a limit of 10^9, programs that close every
+possible descriptor would hang."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel send signal `number` to this process when its parent ends; send it now if the parent has ended.
+    """Have the kernel send signal `number` to this process when its parent ends, or send it now if the parent is gone.
 
-    The kernel regards the *thread* that forked as the parent: start processes that call this from a main thread. With
-    `parent` 0 nothing is requested, as in a container, where the parent is a process of the runtime.
+    `parent`: process id of the parent; with 0, as in a container whose runtime is the parent, nothing is requested.
+    The kernel sends the signal when the *thread* that forked ends: a caller of this function must have been started
+    from its parent's main thread.
     """
     if parent == 0:
         return
@@ -41,15 +46,19 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def end_by(number: int) -> None:
-    """End this process by a signal, regardless of its handler and of the main thread's activity. From any thread."""
+    """End this process by the signal `number`, from any thread.
+
+    A Python handler of that signal is bypassed, so the process ends even if the main thread is busy.
+    """
     ctypes.CDLL(None, use_errno=True).signal(int(number), None)
     os.kill(os.getpid(), number)
 
 
 def inherited_socket(descriptor: int) -> socket.socket:
-    """Return the socket that this process was started with. If it was standard input, that reads as empty from now on.
+    """Return the socket that this process inherited as `descriptor`.
 
-    Descriptors 0, 1 and 2 are the only ones that every container runtime passes on.
+    Descriptors 0, 1 and 2 are the only ones that every container runtime passes on. If `descriptor` is one of these,
+    the socket gets a new number and the old number refers to /dev/null from now on.
     """
     if descriptor > 2:
         os.set_inheritable(descriptor, False)
@@ -62,15 +71,15 @@ def inherited_socket(descriptor: int) -> socket.socket:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every orphan among its descendants, so that it can reap and signal them all."""
+    """Make this process the parent of all orphans among its descendants, so that it can signal and reap them."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class Orphans:
-    """Reaps adopted children after they end; unreaped, each would remain as a zombie and keep its process id.
+    """Reaps adopted orphans after they end; otherwise they would remain as zombies and occupy process ids.
 
-    Call `reap` periodically. Code that starts a child of our own waits for its end and reaps it immediately, so a child
-    that has ended and is still there at the next call belongs to nobody.
+    Call `reap` periodically. A child that is a zombie in two calls in a row is taken for an orphan and reaped: code
+    that starts a child of its own waits for the child and reaps it immediately.
     """
 
     def __init__(self) -> None:
@@ -85,7 +94,10 @@ class Orphans:
 
 
 def wait_for(child: subprocess.Popen[bytes]) -> int:
-    """Wait for a child, reap every other child that ends meanwhile, and return the child's status. Main thread only."""
+    """Wait for `child` to end, reap all other children that end meanwhile, and return the status of `child`.
+
+    Call from the main thread only.
+    """
     while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) is not None and ended.si_pid != child.pid:
         with suppress(ChildProcessError):
             os.waitpid(ended.si_pid, os.WNOHANG)
@@ -93,7 +105,8 @@ def wait_for(child: subprocess.Popen[bytes]) -> int:
 
 
 def kill_children(within_s: float) -> None:
-    """Kill all children of this process and any orphans adopted from them; wait up to `within_s` for their ends."""
+    """Kill and reap all children of this process, and the orphans that it adopts meanwhile, for up to `within_s`
+    seconds."""
     until = time.monotonic() + within_s
     with suppress(ChildProcessError):
         while time.monotonic() < until:
@@ -125,14 +138,15 @@ def _children(parent: int) -> list[int]:
 
 
 def most_open_files() -> int:
-    """Return this process's soft limit of open descriptors."""
+    """Return the soft limit on open descriptors of this process."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def raise_open_files() -> None:
-    """Raise the limit of open descriptors to at most `MOST_OPEN_FILES`.
+    """Raise the soft limit on open descriptors to the hard limit, but to no more than `MOST_OPEN_FILES`.
 
-    A supervisor has a socket for each agent, and an agent that stands for election asks all other agents.
+    A supervisor has one socket per agent, and an agent that stands for election connects to all other agents. The
+    user's limit is noted in the environment for `restore_open_files`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     raised = max(soft, min(hard, MOST_OPEN_FILES))
@@ -143,9 +157,9 @@ def raise_open_files() -> None:
 
 
 def restore_open_files() -> None:
-    """Restore the user's descriptor limit before user processes start.
+    """Restore the user's descriptor limit, before a user's process starts.
 
-    Some programs close every descriptor that could be open, or call `select`.
+    A raised limit would harm programs that close every possible descriptor or call `select`.
     """
     usual = os.environ.pop(OPEN_FILES, "").partition("/")[0]
     if usual:
@@ -154,7 +168,7 @@ def restore_open_files() -> None:
 
 
 def threads() -> int:
-    """Return the number of threads of this process, native ones included."""
+    """Return the number of threads of this process, including threads that Python did not start."""
     return len(os.listdir("/proc/self/task"))
 
 
@@ -171,14 +185,19 @@ class Work(NamedTuple):
     """Cumulative activity of a process and all its descendants."""
 
     processor_s: float
+    """Processor time in seconds, user and system, including reaped children."""
     bytes_moved: int
+    """Bytes read and written by all these processes, through files, pipes and sockets."""
     bytes_written_by_itself: int
+    """Bytes written by the process alone, without its descendants."""
     waits_for_disk: bool
+    """Whether any of these processes is in uninterruptible sleep (state D)."""
     processes: frozenset[int]
+    """Ids of the process and its descendants."""
 
 
 def work_of(pid: int) -> Work:
-    """Return the activity of a process and its descendants; processes that are gone or hidden count as zero."""
+    """Return the activity of process `pid` and its descendants. A process that is gone or unreadable counts as zero."""
     ticks = os.sysconf("SC_CLK_TCK")
     processes: set[int] = set()
     pending = [pid]
@@ -204,9 +223,9 @@ def work_of(pid: int) -> Work:
 
 
 def identity(pid: int) -> str:
-    """Return an identifier that no other process of this machine has until a reboot; empty if there is no such process.
+    """Return an identifier of process `pid` that is unique on this machine until a reboot; "" if there is no process.
 
-    Process ids are reused, but not together with the start time since boot.
+    It consists of the process id and the start time since boot, because process ids alone are reused.
     """
     with suppress(OSError, IndexError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
         return f"{pid}/{stat.read().rpartition(')')[2].split()[19]}"  # starttime of proc(5)
@@ -214,7 +233,7 @@ def identity(pid: int) -> str:
 
 
 def ending(status: int) -> str:
-    """Return how a process ended, in words; `status` as in subprocess."""
+    """Return in words how a process ended; `status` is a `subprocess` return code, negative for a signal."""
     if status >= 0:
         return f"exited with status {status}"
     try:
@@ -224,16 +243,16 @@ def ending(status: int) -> str:
 
 
 def name_process(job: str, role: str, keep: int = 2, since: bytes = b"-m") -> None:
-    """Show this process in `ps` as `resihp job 6 rank 5` in place of its interpreter, followed by the module it runs.
+    """Show this process in `ps` as `resihp job 6 rank 5`, followed by the module it runs, not as its interpreter.
 
     `top` and the kernel show the first 15 characters of `resihp-rank-5`. That name has no blanks, because Slurm's
-    proctrack/linuxproc stops reading at a blank, and then neither its signals nor its final kill would reach this
+    proctrack/linuxproc stops reading at a blank, and then neither Slurm's signals nor its final kill would reach this
     process and its descendants.
 
-    The title overwrites the arguments, as daemons do. Unlike process title libraries, this leaves the environment
-    behind the arguments alone: Slurm and administrators use it to find out who owns the process. The available space
-    does not grow: what follows the title is cut, except for the first `keep` words from `since` on, which identify the
-    process; if necessary the title is cut instead.
+    The title overwrites the process's arguments in memory, as daemons do. Unlike process title libraries, this function
+    leaves the environment behind the arguments alone: Slurm and administrators read it to find the owner of a process.
+    The space does not grow. If it is too small, the arguments after the title are cut, except for the first `keep`
+    arguments from `since` on, which identify the process; if that is not enough, the title is cut.
     """
     name_thread(f"resihp {role}".replace(" ", "-"))
     with suppress(OSError, ValueError, IndexError):
@@ -246,7 +265,10 @@ def name_process(job: str, role: str, keep: int = 2, since: bytes = b"-m") -> No
 
 
 def titled(title: bytes, words: Sequence[bytes], keep: int, room: int, since: bytes = b"-m") -> bytes:
-    """Return a command line of exactly `room` bytes that begins with the title; empty if there is no room for one."""
+    """Return a command line of exactly `room` bytes: the title, then `words` from `since` on; b"" without room for it.
+
+    The title is cut if necessary, so that the first `keep` words from `since` on fit.
+    """
     rest = list(words[words.index(since) :]) if since in words else []
     tail_bytes = sum(len(word) + 1 for word in rest[:keep])
     visible_title = title[: room - 1 - tail_bytes]
@@ -256,6 +278,6 @@ def titled(title: bytes, words: Sequence[bytes], keep: int, room: int, since: by
 
 
 def name_thread(name: str) -> None:
-    """Name the calling thread for `ps -L`, so that a stuck thread can be identified; at most 15 characters count."""
+    """Name the calling thread for `ps -L`, so that a stuck thread can be identified. The kernel keeps 15 characters."""
     with suppress(OSError):
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)

@@ -1,4 +1,5 @@
-"""Words of messages whose form depends on a number, and the order of names. Pure."""
+"""Formats counts with singular or plural nouns, and sorts names with numbers in them. Pure; used for messages and
+tables."""
 
 from __future__ import annotations
 
@@ -11,6 +12,6 @@ def count_of(number: int, noun: str) -> str:
 
 
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Return a sort key that puts n2 before n10."""
+    """Return a sort key for names that compares their numbers by value, so that n2 precedes n10."""
     parts = [part for part in re.split(r"(\d+)", name) if part]
     return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts)

@@ -1,12 +1,11 @@
-"""Picks the counts that are higher than chance allows, while it limits the share of false picks.
+"""Picks the counts that are higher than chance allows, and limits the share of false picks.
 
-Each count has an exact tail probability against the rate of all others. Arrays in, arrays out; knows no nodes and no
-time. Called by `lemons`.
+Each count is compared with the rate of all other counts by its exact tail probability. A count has one tail probability
+per time window. The windows divide the accepted error probability among them (`shares`), so that the minimum of
+tail / share over the windows is a probability again (weighted Bonferroni). Over all counts, Benjamini and Hochberg's
+step-up procedure decides. A picked count is removed from the reference, and the rate of the others is computed again.
 
-A count that is looked at in several windows has one tail probability per window. The windows divide the accepted error
-among them (`shares`), so that the minimum of tail / share is a probability as well (weighted Bonferroni). Over all
-counts, Benjamini and Hochberg's step-up procedure decides. A picked count is removed from the reference, and the rate
-of the others is computed again without it.
+Takes and returns arrays; knows nothing of nodes, devices and time. Called by `lemons`.
 """
 
 from __future__ import annotations
@@ -22,25 +21,26 @@ Floats = npt.NDArray[np.float64]
 Whole = npt.NDArray[np.intp]
 
 MAX_TAIL_PROBABILITY = 1e-3
-"""A count is not picked if its tail probability is above this, however many others stand out. Counts are whole numbers
-and windows overlap, so that about 1 of 2,000 identical nodes stands out, not 2 (`benchmarks/lemons.py`)."""
+"""Highest tail probability of a picked count, however many others stand out. About 1 of 2,000 identical nodes is
+picked, not 2, because counts are whole numbers and windows overlap (`benchmarks/lemons.py`)."""
 MAX_ROUNDS = 10
-"""Limit on the rounds of picking and computing the rate again; two or three are usual."""
+"""Limit on the rounds, each of which picks counts and computes the rate again; two or three are usual."""
 RATE_ERROR = 0.05
-"""Error probability at which the data of the others bounds their rate from below (one-sided)."""
+"""One-sided error probability of the lower bound on the rate of the other counts."""
 TRUNCATION_QUANTILE = 0.95
-"""Quantile of a Poisson fleet of the mean rate at which counts are truncated before the spread is fitted, so that the
-outliers that are looked for do not pass for spread."""
+"""Quantile of the Poisson distribution with the fleet's mean rate. Counts above it are left out when the spread of
+rates is fitted, so that outliers do not count as spread."""
 MIN_COUNTS = 20
-"""With fewer nodes, or fewer counts in total, the spread cannot be estimated."""
+"""Smallest number of nodes, and smallest sum of counts, from which the spread of rates can be estimated."""
 OVERDISPERSION_THRESHOLD = 3.84
-"""Twice the gain in log-likelihood from which on a fleet is taken to be overdispersed (chi-square, one degree, 5 %)."""
+"""Smallest value of twice the gain in log-likelihood at which a fleet counts as overdispersed (chi-square, one degree
+of freedom, 5 %)."""
 POISSON_SHAPE = 1e6
-"""Shape of a Gamma distribution that is practically a point: the counts are Poisson."""
+"""Shape of a Gamma distribution so narrow that all rates are equal, and counts are Poisson."""
 MAX_SHAPE, MIN_SHAPE = 1e3, 1.0
-"""Range of Gamma shapes that is searched; a small shape is a wide spread. The minimum is an exponential distribution of
-rates: in a fleet with bursts, which look like more spread, a smaller one would excuse every node, even 9 outages where
-0.4 are expected."""
+"""Range of Gamma shapes that is searched; a small shape is a wide spread of rates. The minimum, 1, is an exponential
+distribution. A smaller shape would excuse every node of a fleet with bursts of failures, which look like spread: even a
+node with 9 outages where 0.4 are expected."""
 EXPOSURE_GROUPS = 8
 """Number of groups of similar exposure in which counts are tabulated to fit the spread."""
 
@@ -48,9 +48,9 @@ EXPOSURE_GROUPS = 8
 class Excess(msgspec.Struct, frozen=True, kw_only=True):
     """Result for n counts; all arrays have shape (n,).
 
-    `window`: index of the most significant window; `expected`: count expected in it; `p`: tail probability over all
-    windows; `q`: expected share of false picks among all counts that are at least as conspicuous; `picked`: whether
-    the count is higher than chance allows.
+    `window`: index of the most significant window; `expected`: expected count in that window; `p`: tail probability
+    over all windows; `q`: expected share of false picks among all counts that are at least as significant; `picked`:
+    whether the count is higher than chance allows.
     """
 
     window: Whole
@@ -72,12 +72,13 @@ def excess(
     others_exposure: Floats | None = None,
     others_number: int = 0,
 ) -> Excess:
-    """Judge whole-numbered `counts` seen in `exposure`, both of shape (n, windows); the last window is the longest.
+    """Pick the counts that are higher than chance allows.
 
-    `shares`: each window's share of the error, sum 1. `shape`: of the distribution of rates (`dispersion`).
-    `usual_rate`: presumed rate per unit of exposure, with the weight of one count. `false`: accepted share of false
-    picks. `least`: counts below it in the longest window are not picked. `others_exposure`, shape (windows,): exposure
-    of `others_number` further members that had no count at all.
+    `counts`: whole numbers, and `exposure`: their exposure (such as device-hours), both of shape (n, windows); the last
+    window is the longest. `shares`: share of each window in the error probability, sum 1. `shape`: Gamma shape of the
+    rates (`dispersion`). `usual_rate`: prior rate per unit of exposure, with the weight of one count. `false`: accepted
+    share of false picks. `least`: smallest count in the longest window that may be picked. `others_exposure`, shape
+    (windows,): exposure of `others_number` further members without any count.
     """
     more_exposure = np.zeros(counts.shape[1]) if others_exposure is None else others_exposure
     picked = np.zeros(len(counts), dtype=np.bool_)
@@ -99,7 +100,8 @@ def excess(
 
 
 def tail(counts: Floats, expected: Floats, shape: Floats) -> Floats:
-    """Return P(X >= count) exactly, for a Poisson X with a Gamma-distributed mean of this expectation and shape."""
+    """Return P(X >= count) exactly, for a Poisson X. The mean of X is Gamma-distributed with mean `expected` and
+    `shape`."""
     chance = special.betainc(np.maximum(counts, 1.0), shape, expected / (expected + shape))
     return np.asarray(np.where(counts < 1.0, 1.0, chance), dtype=np.float64)
 
@@ -107,10 +109,11 @@ def tail(counts: Floats, expected: Floats, shape: Floats) -> Floats:
 def rate_of_others(
     counts: Floats, exposure: Floats, kept: npt.NDArray[np.bool_], more_exposure: Floats, usual_rate: float
 ) -> tuple[Floats, Floats]:
-    """Return, for each count, the rate of all others that are `kept` and its weight in counts; shapes (n, windows).
+    """Return, for each count, the rate of all other counts, and the weight of this rate in counts; shapes (n, windows).
 
-    One count in 1 / `usual_rate` is presumed, and the weight is the conjugate posterior's shape. Where the data of the
-    others shows that their rate is higher (lower bound at `RATE_ERROR`), that bound is used.
+    Only counts marked in `kept`, and `more_exposure` without counts, contribute. The prior is one count in
+    1 / `usual_rate` units of exposure; the weight is the shape of the conjugate posterior. If the lower bound of the
+    others' rate (`RATE_ERROR`) is higher than the posterior mean, the bound is the rate.
     """
     counts_of_others, exposure_of_others = np.where(kept[:, None], counts, 0.0), np.where(kept[:, None], exposure, 0.0)
     counts_of_others, exposure_of_others = (
@@ -127,9 +130,10 @@ def rate_of_others(
 
 
 def false_share(p: Floats, others_number: int = 0) -> Floats:
-    """Return the expected share of false picks among all counts that are at least as improbable as each one.
+    """Return, for each count, the expected share of false picks if it and all less probable counts were picked.
 
-    This is Benjamini-Hochberg's adjusted p; shape of `p`. `others_number` further members were tested, with p = 1.
+    This is the adjusted p of Benjamini and Hochberg, in the shape of `p`. `others_number`: number of further members
+    with p = 1.
     """
     order = np.argsort(p, kind="stable")
     steps = p[order] * (len(p) + others_number) / np.arange(1, len(p) + 1)
@@ -139,11 +143,11 @@ def false_share(p: Floats, others_number: int = 0) -> Floats:
 
 
 def dispersion(counts: Floats, exposure: Floats) -> float:
-    """Return the shape of the Gamma distribution of rates, or `POISSON_SHAPE` if overdispersion is not significant.
+    """Return the Gamma shape of the rates of a fleet, or `POISSON_SHAPE` if the rates do not differ significantly.
 
-    Fits shape and mean by maximum likelihood to the counts up to a cap, as a truncated distribution
-    (`TRUNCATION_QUANTILE`). The few outliers are left out of the fit by their count alone; the fit therefore does not
-    depend on the question which of them are picked.
+    Fits shape and mean by maximum likelihood to all counts up to a cap (`TRUNCATION_QUANTILE`), as a truncated
+    distribution. Counts above the cap are left out whether or not they will be picked, so that the fit does not depend
+    on the picks.
     """
     served = exposure > 0.0
     counts, exposure = counts[served], exposure[served]
@@ -193,5 +197,5 @@ def dispersion(counts: Floats, exposure: Floats) -> float:
 
 
 def _cap(expected: float) -> float:
-    """Return the lowest count, at least 2, that `TRUNCATION_QUANTILE` of Poisson counts do not exceed."""
+    """Return the `TRUNCATION_QUANTILE` of the Poisson distribution with mean `expected`, at least 2."""
     return max(2.0, float(np.ceil(special.pdtrik(TRUNCATION_QUANTILE, expected))))

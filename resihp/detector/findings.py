@@ -1,5 +1,8 @@
-"""Statements of the detector about one iteration. Facts only, made by `resihp.detector.online.monitor` and its
-channels."""
+"""Defines the results of the detector for one iteration: findings, and the judgement of each rank.
+
+Made by `resihp.detector.online.monitor` and its channels, and by `resihp.detector.rivals`; the controller decides on
+reactions. Plain data, nothing is computed here.
+"""
 
 from __future__ import annotations
 
@@ -11,71 +14,80 @@ from resihp.detector.sequential.shifts import Alarm
 
 Known = Literal["warming up", "workload", "plain times"]
 Component = Literal["device", "link", "job", "collective", "reduction", "data"]
-"""The component that is slow. "device": a rank's own work. "link": transfers from one rank to another. "job": whole
-iterations, without any rank that stands out. "collective": tensor-parallel collectives of a stage's group.
-"reduction": the gradient reduction. "data": the wait for a stage's first micro-batch."""
+"""The slow component. "device": a rank's own work. "link": transfers from one rank to another. "job": whole iterations,
+without any rank that stands out. "collective": collectives of one tensor-parallel group. "reduction": the gradient
+reduction. "data": a first stage's wait for its first micro-batch."""
 
 
 class Intermittent(msgspec.Struct, frozen=True, kw_only=True):
-    """Slowness that comes and goes: in `share` of the iterations, at `factor` times the healthy time in those."""
+    """Slowness that comes and goes."""
 
     share: float
+    """Share of the iterations that are slow, 0 to 1."""
     factor: float
+    """Time of a rank's own work in a slow iteration, over its healthy time."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Something became slow, slower still, or healthy again."""
+    """A finding: a rank, a link or the whole job became slow, became slower still, or recovered."""
 
     kind: Literal["fail-slow", "recovered", "workload"]
     iteration: int
     """First iteration of the change (onset)."""
     detected: int
+    """Iteration after which the change was detected."""
     change: float
-    """Relative time minus 1: of a rank's own work, of a link's transfers, else of the whole iteration."""
+    """Slow-down: time over healthy time, minus 1. The time is that of a rank's own work or of a link's transfers; for
+    other components, that of the whole iteration."""
     confidence: float
-    """Posterior probability, in (0, 1)."""
+    """Posterior probability of the finding, in (0, 1)."""
     ranks: tuple[int, ...]
-    """Suspects, the most likely first; empty if none stands out, and for most links."""
+    """Suspected ranks, the most likely first; empty if no rank stands out, and for most links."""
     link: tuple[int, int] | None
-    """Ranks of sender and receiver."""
+    """Sending and receiving rank of the slow link; None if no link is concerned."""
     evidence: str
+    """The measurements behind the finding, in words."""
     component: Component = "device"
-    """For "collective", `ranks` are its group; for "reduction" and "data", the ranks that wait. A finding without ranks
-    and link concerns the whole job."""
+    """The slow component. For "collective", `ranks` are the ranks of the tensor-parallel group; for "reduction" and
+    "data", the ranks that wait. A finding without ranks and without a link concerns the whole job."""
     intermittent: Intermittent | None = None
-    """Set if it is slow only part of the time; `change` is then the average cost."""
+    """Set if the ranks are slow in some iterations only; `change` is then the average over all iterations."""
     alarm: Alarm | None = None
-    """State of the test that raised it; None if no test did."""
+    """State of the statistical test that raised the finding; None if no test did."""
     transfers: float | None = None
-    """For whole iterations: factor by which all transfers between nodes take longer since the onset."""
+    """For component "job": factor by which all transfers between nodes take longer since the onset; None if the factor
+    is small or unknown."""
 
 
 class RankStanding(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's current standing: why it is suspected, or why it is not."""
+    """The judgement of one rank, and the figures behind it."""
 
     rank: int
     reported: int | None
-    """Last iteration in which it was measured."""
+    """Last iteration with measurements of the rank; None if there was none yet."""
     level: float
-    """Recent time of its own work relative to its healthy time; 1 is healthy, NaN while the healthy time is unknown."""
+    """Recent time of the rank's own work over its healthy time; 1 is healthy, NaN while the healthy time is unknown."""
     noise: float
-    """Standard deviation of one iteration's time, relative."""
+    """Standard deviation of the rank's time in one iteration, relative to that time."""
     evidence: float
-    """Accumulated evidence of slowness, relative to the threshold of a finding: 1 raises one."""
+    """Accumulated evidence that the rank is slow, as a fraction of the threshold: a finding is raised at 1."""
     slow: bool
+    """Whether a finding has reported the rank as slow, and it has not recovered."""
     pardon: float
-    """Part of its level, relative, that counts as healthy for now because a probe cleared it."""
+    """Slow-down, relative, that counts as healthy until `pardoned_until`, because a probe found the rank healthy; 0 if
+    there is none."""
     pardoned_until: int | None
-    """Iteration at which that allowance ends."""
+    """Iteration at which `pardon` ends; None without a pardon."""
     peers: int
-    """Number of ranks with the same work, to which it is compared from the start; 0: only to its own past."""
+    """Number of ranks with the same work, with which the rank is compared from the start; 0: only with its own past."""
 
 
 class Assessment(msgspec.Struct, frozen=True, kw_only=True):
     """The detector's judgement of one iteration."""
 
     predicted_s: float | None
-    """Time that it would have taken with everything healthy; None while that is unknown."""
+    """Seconds that the iteration would have taken with all ranks and links healthy; None while that is unknown."""
     findings: tuple[Finding, ...] = ()
     known: Known
-    """Basis of the judgement. "warming up": too little has been learnt to find anything."""
+    """Basis of the judgement. "warming up": too little has been learnt for findings. "workload": predictions from the
+    iteration's sequence lengths. "plain times": iteration times alone."""

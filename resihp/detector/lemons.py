@@ -1,29 +1,32 @@
-"""Finds lemons: nodes and devices that fail more often than the rest of the fleet. Judges past verdicts; never drains.
+"""Finds lemons: nodes and devices that fail significantly more often than the rest of the fleet.
 
-It counts whole outages of the last 30, 90 and 180 days, of a node and of each of its devices. Each count is compared
-with the rate of all others by an exact Poisson tail, or a gamma-Poisson tail where rates differ over the fleet, and
-only a small share of all lemons may be called so by chance (`excess`). Counts do not fade: a faded count is no longer a
-count. Of nodes that fail 10 times as often as others, half a year finds three in four, which is all that can be found
-while one of 2,000 others is called a lemon; of nodes that fail 20 times as often, all (`benchmarks/lemons.py`). Only
-the order of display uses fading.
+Judges verdicts of past jobs; never drains a node. Called by `db.reading.health` and `db.reading.fleet` with a ledger's
+verdicts. Times are seconds since 1970; pure.
 
-Definition of an outage. A Poisson tail needs independent failures. Verdicts on one node within ten minutes of the
-previous one belong to one outage, whatever they name. The same device that fails again within two days, or the node as
-such within twelve hours, has the same unrepaired fault, for up to a week: one bad week of a device is one outage, and a
-fault that goes on after it counts once a week. An outage is attributed to a device if no other device was named.
+Method. It counts the outages of each node, and of each device, in the last 30, 90 and 180 days. Each count is compared
+with the rate of all other nodes or devices by an exact Poisson tail probability, or a gamma-Poisson one if rates differ
+over the fleet; only a small share of the lemons may be false (`excess`). Counts do not fade, because the tail
+probability needs whole numbers; only the order of display uses fading. Within half a year this finds three in four of
+the nodes that fail 10 times as often as others, and all nodes that fail 20 times as often (`benchmarks/lemons.py`). No
+method can find more while only one of 2,000 healthy nodes is called a lemon.
 
-Verdicts that count. Only verdicts on a device or on the node as such, with a certainty of at least `MIN_CERTAINTY`,
-make an outage that counts. A process may have ended for any reason, and a slow link may be caused by its other end:
-outages without better evidence (`NodeHealth.unsure`) are shown and affect the order, but never make a lemon.
-Suspicions, failures of the program, broken connections and secondary errors say nothing about a node.
+Outages. A Poisson tail needs independent failures. Verdicts on one node within ten minutes of the previous one belong
+to one outage, whatever part they name. If the same device fails again within two days, or the node as such within
+twelve hours, it still has the same unrepaired fault, for up to a week: one bad week of a device is one outage, and a
+fault that goes on longer counts once a week. An outage is attributed to a device if no other device was named.
 
-A repaired node or device starts anew if the repair was reported (`mended`), and devices that moved take their records
-along (`moved`). On the InfiniteHBD trace (400 nodes, 175 days, in which nodes were repaired but repairs were not
-reported) few nodes stand out, because so many fail in bursts: those that do fail 4.9 times as often as others in the
-next two weeks, 7 failures of 18 lemons (`tests/resihp/detector/test_lemons.py` measures this; the twelve hours and
-`excess.MIN_SHAPE` were chosen with a look at this trace, so it is not a prediction).
+Verdicts that count. An outage counts if it has a verdict on a device or on the node as such with a certainty of at
+least `MIN_CERTAINTY`. Other outages (`NodeHealth.unsure`) are shown and affect the order, but never make a lemon: a
+process may have ended for any reason, and the other end may be the cause of a slow link. Suspicions, failures of the
+program, broken connections and secondary errors are ignored.
 
-Called by `db.reading.health` and `db.reading.fleet` with a ledger's verdicts. Times in seconds since 1970; pure.
+Repairs. The record of a repaired node or device starts anew if the repair was reported (`mended`), and devices that
+moved take their records along (`moved`).
+
+Validation. On the InfiniteHBD trace (400 nodes, 175 days; nodes were repaired, but repairs were not reported) few nodes
+stand out, because many nodes fail in bursts. These few fail 4.9 times as often as other nodes in the next two weeks: 7
+failures of 18 lemons (measured by `tests/resihp/detector/test_lemons.py`). This is not a prediction, because the twelve
+hours and `excess.MIN_SHAPE` were chosen with knowledge of this trace.
 """
 
 from __future__ import annotations
@@ -50,44 +53,50 @@ if TYPE_CHECKING:
 HORIZON_S = max(WINDOW_ERROR_SHARES) * DAY_S
 """Age, in seconds, beyond which verdicts and service are ignored."""
 HALF_LIFE_S = 30 * DAY_S
-"""Half-life, in seconds, for the order of display. Of 7, 14, 30, 90 days and no fading, the value by which past
-failures best predicted later ones on the InfiniteHBD trace."""
+"""Half-life of outages, in seconds, for the order of display. On the InfiniteHBD trace, past failures predicted later
+ones best with this value, out of 7, 14, 30, 90 days and no fading."""
 USUAL_RATE = 2e-5
-"""Failures per device-hour of a fleet without a record: 419 interruptions in 54 days of 16,384 GPUs (The Llama 3 Herd
-of Models, table 5); InfiniteHBD's 4.2 faults per 1000 node-days of 8 GPUs are the same rate."""
+"""Prior rate of failures per device-hour, for a fleet without a record: 419 interruptions in 54 days of 16,384 GPUs
+(The Llama 3 Herd of Models, table 5). InfiniteHBD's 4.2 faults per 1000 node-days of 8 GPUs are the same rate."""
 FALSE_NODES, FALSE_DEVICES = 0.1, 0.02
-"""Accepted share of false ones among the nodes, and among the devices, that are called lemons."""
+"""Accepted share of false lemons among all nodes, and among all devices, that are called lemons."""
 MIN_OUTAGES = 3
-"""Lowest number of outages of a lemon. Two may be one fault with a failed repair, or chance in a young fleet."""
+"""Lowest number of outages of a lemon. Two may be one fault after a failed repair, or chance in a new fleet."""
 SAME_OUTAGE_S = 600.0
-"""Verdicts on one node that follow each other within this time belong to one outage."""
+"""A verdict within this many seconds of the previous verdict on the same node belongs to the same outage."""
 SAME_DEVICE_S, SAME_NODE_S, MAX_FAULT_S = 2 * DAY_S, 0.5 * DAY_S, 7 * DAY_S
-"""A device that fails again within the first time, or a node as such within the second, still has the same fault, until
-the third has passed since that fault began. (For a node as such it is unknown whether the cause is the same.)"""
+"""A device that fails again within SAME_DEVICE_S, or a node as such that fails again within SAME_NODE_S, still has the
+same fault, until MAX_FAULT_S after that fault began. SAME_NODE_S is shorter, because it is unknown whether failures of
+a node as such have the same cause."""
 MIN_CERTAINTY = 0.5
-"""Lowest certainty at which a verdict counts."""
+"""Lowest certainty of a verdict that makes an outage count."""
 COUNTED_KINDS = frozenset({"fail-stop", "fail-slow"})
 COUNTED_COMPONENTS = frozenset({"process", "device", "node", "link"})
 DECIDING_COMPONENTS = frozenset({"device", "node"})
 
 
 class NodeFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """A failure that was attributed to `node`. `kind`, `component`: as in `journal.FailureFound`; `device`: device of
-    the node, if one is named; `certainty`: that the node caused it, 0 to 1."""
+    """A verdict of a past job on a node: a failure or slow-down that was attributed to the node or a part of it."""
 
     node: str
     at: float
+    """Time of the failure, in seconds since 1970."""
     kind: str
+    """Kind of failure, as in `journal.FailureFound`."""
     component: str
+    """Failed component, as in `journal.FailureFound`."""
     device: int | None = None
+    """Number of the device on the node; None if the verdict names no device."""
     certainty: float = 1.0
+    """Probability that the node caused the failure, 0 to 1."""
     secondary: bool = False
+    """Whether the failure only followed from another failure."""
     job: str = ""
     cause: str = ""
 
     @property
     def counts(self) -> bool:
-        """Whether it says anything about the node."""
+        """Whether the verdict indicates a problem of the node, surely or not."""
         return (
             self.kind in COUNTED_KINDS
             and self.component in COUNTED_COMPONENTS
@@ -97,16 +106,16 @@ class NodeFailure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def decides(self) -> bool:
-        """Whether it shows, with enough certainty, that hardware of the node failed."""
+        """Whether the verdict shows, with a certainty of at least `MIN_CERTAINTY`, that hardware of the node failed."""
         return self.counts and self.component in DECIDING_COMPONENTS and self.certainty >= MIN_CERTAINTY
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
-    """How often something failed, against the usual rate.
+    """The number of outages of a node or device, compared with the rate of the rest of the fleet.
 
-    `observed` outages where `expected` were expected, in the last `window_days` (the most significant window). `p`:
-    probability of so many by chance, over all windows; `q`: expected share of false picks among all of the fleet that
-    stand out at least as much.
+    `observed`, `expected`: observed and expected outages in the last `window_days`, the most significant window. `p`:
+    probability of so many outages by chance, over all windows. `q`: expected share of false lemons if all nodes (or
+    devices) that stand out at least as much are called lemons.
     """
 
     observed: int
@@ -118,18 +127,19 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def told(self) -> str:
-        """The count in words: `9 outages in 90 days, 0.37 expected`."""
+        """Observed and expected outages in words: `9 outages in 90 days, 0.37 expected`."""
         outages = "1 outage" if self.observed == 1 else f"{self.observed} outages"
         return f"{outages} in {self.window_days} days, {self.expected:.2g} expected"
 
 
 class NodeHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's record of the last 180 days.
+    """The record of a node over the last 180 days.
 
-    `failures`: outages that count; `unsure`: outages without sufficient evidence against hardware; `tally`: of the node
-    as a whole; `devices`: tallies of the devices that failed, by number; `device_hours` of service; `weight`: all
-    outages, faded and weighted by certainty; `rate`: expected failures per device-hour, from `weight` and faded
-    service, for the order of display.
+    `failures`: number of outages that count; `unsure`: number of outages without sufficient evidence against hardware;
+    `last`: time of the latest verdict, None without one; `device_hours`: hours of service, times devices; `tally`:
+    outages of the whole node, including its devices; `devices`: tallies of the devices that failed, by device number;
+    `weight`: sum of all outages, faded and weighted by certainty; `rate`: expected failures per device-hour, from
+    `weight` and faded service, for the order of display.
     """
 
     node: str
@@ -142,7 +152,7 @@ class NodeHealth(msgspec.Struct, frozen=True, kw_only=True):
     weight: float
     rate: float
     verdicts: tuple[NodeFailure, ...]
-    """Verdicts of all outages, oldest first."""
+    """Verdicts of all outages, including those that do not count, oldest first."""
 
     @property
     def lemon(self) -> bool:
@@ -155,8 +165,8 @@ class NodeHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Outage(msgspec.Struct):
-    """One outage of a node that began `at`. `devices`: devices named by verdicts that count; `certainty`: of the most
-    certain verdict, which is from `surest_at`."""
+    """An outage of a node that began at time `at`. `counts`: whether a verdict decides that hardware failed; `devices`:
+    devices named by such verdicts; `certainty`, `surest_at`: certainty and time of the most certain verdict."""
 
     at: float
     counts: bool = False
@@ -181,11 +191,11 @@ def node_health(
     half_life_s: float = HALF_LIFE_S,
     mended: Mapping[str, float] | None = None,
 ) -> list[NodeHealth]:
-    """Return all nodes that served or failed: lemons first, then by descending expected failure rate.
+    """Return the records of all nodes that were in service or failed: lemons first, then by descending failure rate.
 
-    `mended`: since when a node, or a device (`part`), is as good as new. Its earlier record is ignored; that of a
-    device is ignored for its node as well. Verdicts and service after `now` or before the longest window are left out.
-    Raises ValueError for a half-life that is not positive.
+    `mended`: time of the repair of a node, or of a device (named by `part`). Earlier failures and service of the
+    repaired node or device are ignored; those of a device are ignored for its node as well. Verdicts and service after
+    `now`, or before the longest window, are ignored. Raises ValueError for a half-life that is not positive.
     """
     if not half_life_s > 0.0:
         raise ValueError(f"half-life of {half_life_s} s: must be positive")
@@ -222,7 +232,8 @@ def node_health(
 
 
 def _order(verdict: NodeFailure) -> tuple[object, ...]:
-    """Return a sort key by time that does not depend on the order of arrival."""
+    """Return a sort key of verdicts: by time, then by the other fields, so that the order of arrival does not
+    matter."""
     device = -1 if verdict.device is None else verdict.device
     return verdict.at, verdict.node, verdict.component, device, -verdict.certainty, verdict.job, verdict.cause
 
@@ -235,7 +246,7 @@ def _fresh_since(verdict: NodeFailure, fresh: Mapping[str, float]) -> float:
 
 
 def _outages(verdicts: Sequence[NodeFailure]) -> list[_Outage]:
-    """Group the verdicts of one node, in order of time, into outages."""
+    """Group the verdicts on one node, sorted by time, into outages."""
     outages: list[_Outage] = []
     faults: dict[tuple[str, int | None], tuple[_Outage, float]] = {}
     now, latest = None, -np.inf
@@ -260,7 +271,7 @@ def _outages(verdicts: Sequence[NodeFailure]) -> list[_Outage]:
 def _tallies(
     names: Sequence[str], outages: Sequence[Sequence[_Outage]], served: Served, now: float, fresh: Mapping[str, float]
 ) -> tuple[list[Tally], list[dict[int, Tally]]]:
-    """Return the tally of every node, and for each node those of its devices that failed."""
+    """Return the tally of every node, and, for every node, the tallies of its failed devices by device number."""
     from resihp.detector.excess import dispersion, excess  # imports scipy, which cost queries do not need
 
     counting = [(i, outage) for i, node_outages in enumerate(outages) for outage in node_outages if outage.counts]
@@ -300,7 +311,7 @@ def _tallies(
 
 
 def _counts(rows: Sequence[int], at: Sequence[float], n: int, now: float) -> Floats:
-    """Count the times `at`, each of a row, in each window; shape (n, windows)."""
+    """Count events in each window, (n, windows): event i belongs to row `rows[i]` and happened at time `at[i]`."""
     where, times = np.array(rows, dtype=np.intp), np.array(at, dtype=np.float64)
     counts = np.zeros((n, len(WINDOW_ERROR_SHARES)))
     for window, days in enumerate(WINDOW_ERROR_SHARES):
@@ -329,9 +340,9 @@ def _as_tallies(counts: Floats, judged: Excess) -> list[Tally]:
 def _expected_rates(
     outages: Sequence[Sequence[_Outage]], served: Served, now: float, half_life_s: float
 ) -> tuple[Floats, Floats]:
-    """Return faded outages, weighted by certainty, and expected rates; shapes (n,).
+    """Return, for each node, its faded outages weighted by certainty, and its expected rate of failures; shapes (n,).
 
-    The rate is that of a node which had failed once more, in the time in which one of the others fails once.
+    As a prior, one more failure is assumed, in the time in which the other nodes would fail once.
     """
     weights = np.zeros(len(outages))
     for i, node_outages in enumerate(outages):

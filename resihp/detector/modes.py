@@ -1,10 +1,11 @@
 """Chooses a job's detector by `[detect] mode`. Called by the controller when it begins, through its dependencies.
 
 ==============  =====================================================================================================
-`sequential`    ours: sequential tests of every rank, link and iteration (`resihp.detector.online.monitor`)
-`paper`         the ResiHP paper's: change points of iteration times, of which those count that take more than 25 %
-                longer than predicted for their workload (`resihp.detector.rivals`)
-`greyhound`     Greyhound's: the same change points; those count after which the mean is 10 % higher
+`sequential`    resihp's method: sequential tests of every rank, link and iteration (`resihp.detector.online.monitor`)
+`paper`         the ResiHP paper's method: change points of iteration times. A change point counts if iterations take
+                more than 25 % longer than predicted for their workload (`resihp.detector.rivals`)
+`greyhound`     Greyhound's method: change points of iteration times. A change point counts if the mean after it is
+                10 % higher (`resihp.detector.rivals`)
 ==============  =====================================================================================================
 """
 
@@ -17,7 +18,7 @@ from resihp.settings import Detection
 
 
 def detector(detection: Detection) -> Detector:
-    """Return a new detector, which has learnt nothing yet."""
+    """Return a new detector of the mode in `detection`; it has learnt nothing yet."""
     match detection.mode:
         case "paper" | "greyhound":
             return ChangePointDetector(detection.mode)

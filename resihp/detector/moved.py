@@ -1,11 +1,12 @@
-"""Follows failures and service to the place where a device is now, after moves, swaps and repairs. Pure.
+"""Attributes past failures and service to the present place of each device, after moves, swaps and repairs. Pure.
 
-`lemons` counts by node and device number. A device with a known UUID takes its record along: its failures count where
-it is now, under the number that it has there. The record of a device that is no longer anywhere is dropped, and its
-replacement begins anew, even if the predecessor is unknown. A repaired part begins anew (`Renewal`). So does a node
-name that was given to other hardware; devices with a known UUID that came along keep their record.
+`lemons` counts by node and device number. A device with a known UUID takes its record along when it moves: its failures
+count at its present node and device number. If a device is no longer on any node, its record is dropped. The record of
+its replacement begins anew, even if the UUID of the replaced device is unknown. The record of a repaired node or device
+begins anew (`Renewal`), and so does the record of a node name that was given to another machine; devices with a known
+UUID that came along keep their records.
 
-Called by `db.reading` before `lemons.node_health`. Times in seconds since 1970.
+Never judges a node. Called by `db.reading` before `lemons.node_health`. Times in seconds since 1970.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ Slot = tuple[str, int]
 
 
 class SeenDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """A sighting: from `since` on, this device had that number on the node, and `bus` as its address there."""
+    """A sighting of a device: from `since` on, the device `uuid` had number `device` on `node`."""
 
     node: str
     device: int
     uuid: str
     since: float
     bus: str = ""
+    """PCI address of the device on the node; empty if unknown."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """From `since` on, this machine was seen under that node name."""
+    """A sighting of a machine: from `since` on, the machine with serial number `serial` had the name `node`."""
 
     node: str
     serial: str
@@ -43,10 +45,12 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Renewal(msgspec.Struct, frozen=True, kw_only=True):
-    """The record before `since` no longer counts: of a node, or of a device, given by its UUID or its number there.
+    """A repair or replacement of a node or device at time `since`; the earlier record no longer counts.
 
-    `mended`: for the part that is named, wherever it goes. `replaced`: for the place; a device that has left it keeps
-    its record. `machine`: the node name was given to other hardware.
+    A device is given by `uuid`, or by its number `device` on `node`; without both, the whole node is meant. `kind`:
+    "mended": the node or device was repaired, and its record begins anew wherever it goes. "replaced": the node or
+    device at this place was replaced; a device that moved elsewhere keeps its record. "machine": the node name was
+    given to another machine.
     """
 
     node: str
@@ -58,15 +62,20 @@ class Renewal(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class _Occupancy:
-    """Occupants of a slot: `uuids[i]` from `since[i]` on, None if unknown. The first entry has no beginning."""
+    """Devices in one slot of a node over time: `uuids[i]` from time `since[i]` on, None for an unknown or no device.
+
+    The first entry begins at `START_OF_TIME`.
+    """
 
     since: list[float] = field(default_factory=lambda: [START_OF_TIME])
     uuids: list[str | None] = field(default_factory=lambda: [None])
 
 
 class _Places:
-    """Past and present places of devices. Nodes whose device numbers change from job to job are left out; that happens
-    where jobs share a node."""
+    """Past and present slots of all devices.
+
+    Nodes on which device numbers change from job to job are left out; numbers change if jobs share a node.
+    """
 
     def __init__(self, placements: Iterable[SeenDevice]) -> None:
         self._stays: dict[str, list[SeenDevice]] = {}
@@ -112,7 +121,10 @@ class _Places:
         return self._slots.get(slot) or _Occupancy()
 
     def now(self, slot: Slot, i: int) -> Slot | None:
-        """Return the present place of a slot's i-th occupant; None if it is nowhere, or if the occupant is unknown."""
+        """Return the present slot of the i-th device in `slot`'s history; None if the device is on no node any more.
+
+        An unknown device is in the slot if it is the last one there; otherwise the result is None.
+        """
         occupancy = self.occupancy_of(slot)
         uuid = occupancy.uuids[i]
         if uuid is None:
@@ -143,7 +155,8 @@ class _Renewals:
                 self.of_devices.setdefault(renewal.uuid, []).append(renewal)
 
     def since(self, node: str, device: int | None, uuid: str | None, place: str) -> float:
-        """Return the time from which the record counts for a part that was at `node` and is at node `place` now."""
+        """Return the time from which the record of a node or device counts; it was on `node` and is on node `place`
+        now."""
         start = START_OF_TIME
         for renewal in self.of_nodes.get(node, ()):
             stays = {"mended": False, "replaced": uuid is not None and place != node, "machine": uuid is not None}
@@ -162,7 +175,7 @@ def follow(
     renewals: Iterable[Renewal] = (),
     machines: Iterable[Machine] = (),
 ) -> tuple[list[NodeFailure], list[Service]]:
-    """Return the verdicts and services that still count, each with the present place of its node or device."""
+    """Return the verdicts and services that still count, with the present node and number of each device."""
     places, fresh = _Places(placements), _Renewals([*renewals, *_renamed(machines)])
     touched = places.moved | fresh.of_nodes.keys()
     for uuid in fresh.of_devices:
@@ -186,7 +199,7 @@ def _renamed(machines: Iterable[Machine]) -> Iterable[Renewal]:
 
 
 def _now(verdict: NodeFailure, places: _Places, fresh: _Renewals) -> NodeFailure | None:
-    """Return the verdict with its present place; None if it no longer counts."""
+    """Return the verdict with the present node and number of its device; None if the verdict no longer counts."""
     if verdict.device is None:
         return verdict if verdict.at >= fresh.since(verdict.node, None, None, verdict.node) else None
     slot = (verdict.node, verdict.device)
@@ -202,7 +215,10 @@ def _now(verdict: NodeFailure, places: _Places, fresh: _Renewals) -> NodeFailure
 
 
 def _pieces(service: Service, places: _Places, fresh: _Renewals) -> list[Service]:
-    """Return the service of each device as far as it counts; devices that stayed together stay in one piece."""
+    """Return the part of a service that still counts, with the present place of each device.
+
+    Neighbouring devices with the same period are joined into one service.
+    """
     pieces: list[Service] = []
     for device in range(service.devices):
         slot = (service.node, device)

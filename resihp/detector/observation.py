@@ -1,8 +1,9 @@
-"""The measurements of one iteration, as the workers reported them. Facts only; nothing here judges them.
+"""Defines the measurements of one iteration as workers report them, and their encoding on the wire.
 
-A rank measures each primitive of its stage's order (`resihp.pipeline.schedules.orders_of`): five numbers each, one row
-of `CHUNKS` after the other, as little-endian float32 on the wire (`pack`). Offsets count from the beginning of the
-iteration, which all ranks share to within a collective's latency: the last synchronisation of the previous iteration
+Used by workers, the controller and the detector; nothing here judges a measurement. A rank measures five numbers for
+each primitive of its stage's order (`resihp.pipeline.schedules.orders_of`); they are sent row by row in the order of
+`CHUNKS`, as little-endian float32 (`pack`). Offsets are seconds since the iteration began. All ranks begin an iteration
+at the same time, to within the latency of a collective, because the last synchronisation of the previous iteration
 releases them together.
 """
 
@@ -19,20 +20,22 @@ from resihp.errors import ProtocolError
 Floats = npt.NDArray[np.float64]
 
 CHUNKS = ("starts", "spans", "compute", "tokens", "squares")
-"""Rows of a rank's measurements. `starts`: offset at which a primitive had all its inputs; `spans`: seconds until it
-was done, including the lateness of tensor-parallel peers; `compute`: the part of it, in seconds, that is this rank's
-own work; `tokens`, `squares`: N and sum of squared lengths of its micro-batch."""
+"""Rows of a rank's measurements, one column per primitive. `starts`: offset at which all inputs of the primitive had
+arrived; `spans`: seconds from then to the primitive's end, including waits for late tensor-parallel peers; `compute`:
+seconds of this span that are the rank's own work; `tokens`, `squares`: token count N and sum of squared lengths S of
+the micro-batch."""
 
 
 class RankTimes(msgspec.Struct, frozen=True, eq=False):
-    """One rank's iteration: `chunks` has shape (5, primitives), rows as in CHUNKS. Seconds."""
+    """The measurements of one rank in one iteration."""
 
     rank: int
     seconds: float
-    """Of the whole iteration, including the optimizer step."""
+    """Seconds of the whole iteration, including the optimizer step."""
     chunks: Floats
+    """Measurements of shape (5, primitives), with the rows of `CHUNKS`."""
     reduced: float
-    """Offset at which all of its gradients were reduced."""
+    """Offset, in seconds, at which all gradients of the rank were reduced."""
 
     @property
     def starts(self) -> Floats:
@@ -61,13 +64,14 @@ class RankTimes(msgspec.Struct, frozen=True, eq=False):
 
 
 class Observation(msgspec.Struct, frozen=True, eq=False):
-    """One committed iteration. `times` may lack ranks with a lost report; it is empty if measuring is switched off."""
+    """The measurements of all ranks in one committed iteration."""
 
     iteration: int
     epoch: int
     seconds: float
-    """Of the slowest rank."""
+    """Seconds of the iteration on the slowest rank."""
     times: Mapping[int, RankTimes]
+    """Measurements by rank, without ranks that lost their report; empty if measuring is switched off."""
 
 
 def pack(rows: npt.ArrayLike) -> bytes:
@@ -76,7 +80,10 @@ def pack(rows: npt.ArrayLike) -> bytes:
 
 
 def unpack(packed: bytes, where: str) -> Floats:
-    """Decode bytes of `pack`; NaN is kept, and judges ignore it. Raises ProtocolError for an impossible length."""
+    """Decode bytes that `pack` returned, into shape (5, primitives). NaN is preserved; the detector ignores it.
+
+    `where` begins the message of the ProtocolError for an impossible length.
+    """
     row = 4 * len(CHUNKS)
     if len(packed) % row:
         raise ProtocolError(f"{where}: {len(packed)} bytes of measurements, not a multiple of {row}")

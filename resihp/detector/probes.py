@@ -1,9 +1,10 @@
-"""Judges probes of devices and links against their peers and against the past. Pure.
+"""Judges probes of devices and links by comparison with their peers and with the past. Pure.
 
-A device's speed is the lower of its matrix-product rate and its memory bandwidth, relative to the median of its peers;
-a link's speed is relative to the median link of its kind. A node all of whose devices are slower than in former jobs is
-slow as well, unless most nodes are: then the nodes are not the cause. This module also decides which pairs measure
-when, so that each link has the machine to itself. Called by the controller (`resihp.controller.probing`).
+A device has two relative speeds, its rate of matrix products and its memory bandwidth, each divided by the median of
+its peers; the lower one counts. A link's speed is relative to the median link of its kind (within a node, or between
+nodes). If all devices of a node are slower than in former jobs, the node is slow, unless most nodes are: then the nodes
+are not the cause. This module also decides which pairs of ranks measure at the same time, so that no two measured links
+share a machine. Never starts a probe. Called by the controller (`resihp.controller.probing`).
 """
 
 from __future__ import annotations
@@ -23,63 +24,72 @@ DEFAULT_THRESHOLDS = Thresholds()
 MAX_REFERENCE_LINKS = 4
 """Highest number of reference links that are measured together with a suspected link."""
 MIN_PEERS = 2
-"""Number of peers that a comparison needs: with fewer, it is undecidable which device is the odd one out."""
+"""Number of peers that a comparison needs: with fewer, it cannot be decided which device is the slow one."""
 
 MIN_FORMER_JOBS = 3
 """Number of former jobs after which a node's usual speed counts as known."""
 MAX_FORMER_JOBS = 9
-"""Number of former jobs that count, the latest ones: a few jobs after a driver update, its speed is the usual one."""
+"""Number of latest former jobs that count. It is small, so that a few jobs after a driver update the new speed is the
+usual one."""
 
 DOUBT_SHARE = 0.9
-"""A device below this share of its peers' speed is in doubt and is measured again: one probe is short, and may have run
-together with other work on the same machine."""
+"""A device below this share of its peers' speed is in doubt and is measured again: a probe is short, and other work on
+the same machine may have disturbed it."""
 ALIKE_SHARE = 0.9
-"""If the slowest reference device reaches less than this share of their median, the references are disturbed
-themselves, and nothing is judged against them."""
+"""If the slowest reference device is below this share of the references' median, the references were disturbed, and no
+device is judged against them."""
 RECHECK_LOOKS = (3, 5)
-"""Measurements of a device in doubt: before it may be found unfit, and after which it is cleared in any case."""
+"""For a device in doubt: number of measurements before it may be found unfit, and number after which it is cleared in
+any case."""
 SHARED_LOOKS = (5, 10)
-"""The same while training goes on beside the probe, on processors that others share: there a measurement is less
+"""As `RECHECK_LOOKS`, while training goes on and other ranks use the same processors: a measurement is then less
 reliable, and nothing waits for the verdict."""
 SUSPECT_LOOKS = 3
-"""Measurements of a suspect on shared processors before a probe may count against it."""
+"""Number of measurements of a suspected device on shared processors before a probe may count against it."""
 
 FIRST_RECHECK_S = 5.0
-"""Seconds until a device that a probe set aside is measured again; doubled after each further failed probe."""
+"""Seconds until a device that failed a probe is measured again; doubled after each further failed probe."""
 MAX_RECHECK_FACTOR = 10
-"""Longest pause between two of these probes, as a multiple of `recheck_s`."""
+"""Longest interval between two probes of a device that keeps failing, as a multiple of `recheck_s`."""
 MAX_DOUBLINGS = 30
 
 LINK_LOOKS = 3
-"""Measurements of a link whose ranks share processors with others: all of them have to find the link slow."""
+"""Number of measurements of a link between ranks on shared processors: each of them has to find the link slow."""
 
 Place = tuple[str, str, str]
-"""Node name, host name, and kind of devices: node names recur in other clusters, and nodes are refitted."""
+"""Node name, host name and kind of devices of a node. The node name alone is not enough: other clusters use it, too,
+and nodes get other devices."""
 Pair = tuple[int, int]
 """Two ranks, the lower one first."""
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
-    """Verdict of one device's probe. `speed`: 1 is as fast as its peers; None without anything to compare it with.
-    `odds`: for a suspect, the log odds that it is slow, by this probe alone."""
+    """Verdict on a device after a probe."""
 
     rank: int
     speed: float | None
+    """Speed relative to the device's peers or past, 1 is equally fast; None if there was nothing to compare it with."""
     fit: bool
+    """Whether the device may get work."""
     evidence: str
+    """The measurements behind the verdict, in words."""
     odds: float = 0.0
+    """For a suspected device: log odds that it is slow, by this probe alone."""
 
 
 class JudgedLink(msgspec.Struct, frozen=True, kw_only=True):
-    """Verdict on a suspected link. `speed`: 1 is as fast as others; None without anything to compare it with."""
+    """Verdict on a suspected link after a probe."""
 
     speed: float | None
+    """Speed relative to reference links or to the past, 1 is equally fast; None if there was nothing to compare it
+    with."""
     slow: bool
     evidence: str
+    """The measurements behind the verdict, in words."""
 
 
 class Former(msgspec.Struct, frozen=True, kw_only=True):
-    """Speed of a healthy device in a former job, measured before it was given work."""
+    """Speed of a healthy device in a former job, measured before the device got work."""
 
     place: Place
     job: int
@@ -88,9 +98,10 @@ class Former(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def usual_speeds(former: Iterable[Former]) -> dict[Place, Speed]:
-    """Return the usual speed of each node's devices: the median over its latest jobs of the median over its devices.
+    """Return the usual speed of a device on each node: the median over the node's latest jobs of the devices' median.
 
-    `former`: the latest first. A node that was in fewer than `MIN_FORMER_JOBS` jobs is left out.
+    `former`: measurements of former jobs, the latest job first. A node with fewer than `MIN_FORMER_JOBS` former jobs is
+    left out.
     """
     jobs: dict[Place, dict[int, list[Speed]]] = {}
     for former_speed in former:
@@ -108,10 +119,11 @@ def usual_speeds(former: Iterable[Former]) -> dict[Place, Speed]:
 def judge_nodes(
     speeds: Mapping[int, Speed], places: Mapping[int, Place], usual: Mapping[Place, Speed]
 ) -> dict[str, tuple[float, str]]:
-    """Return, for each node with a known usual speed, the share of it that its best device reaches, and that in words.
+    """Return, for each node with a known usual speed, the speed of its best device relative to the usual speed, as a
+    number and in words.
 
-    The best device counts, because all devices of a node share a problem of the node; a device that is slow alone
-    shows against its peers.
+    The best device counts, because a problem of the node slows all devices of the node. A single slow device is found
+    by comparison with its peers.
     """
     shares: dict[str, tuple[float, str]] = {}
     for rank, own in speeds.items():
@@ -128,9 +140,9 @@ def judge_devices(
     past: Mapping[int, Speed] | None = None,
     wanted: Thresholds = DEFAULT_THRESHOLDS,
 ) -> dict[int, Judged]:
-    """Judge each rank's probe against the other ranks, and against the `past` of its own device where that is known.
+    """Judge the device of each rank by its measured speed, relative to the other ranks and to its own `past` if known.
 
-    `failed`: ranks whose device could not be measured at all, with the reason.
+    `failed`: ranks with a device that could not be measured at all, with the reason; these devices are unfit.
     """
     past = past or {}
     judged = {rank: Judged(rank=rank, speed=None, fit=False, evidence=why) for rank, why in failed.items()}
@@ -154,7 +166,7 @@ def judge_devices(
 
 
 def in_doubt(judged: Mapping[int, Judged]) -> tuple[int, ...]:
-    """Return the devices that were slower than their peers, or nearly so: they have to be measured again first."""
+    """Return the ranks with a device below `DOUBT_SHARE` of the healthy speed: it has to be measured again."""
     return tuple(
         sorted(rank for rank, verdict in judged.items() if verdict.speed is not None and verdict.speed < DOUBT_SHARE)
     )
@@ -170,14 +182,14 @@ def judge_again(
     wanted: Thresholds = DEFAULT_THRESHOLDS,
     within: tuple[int, int] = RECHECK_LOOKS,
 ) -> Judged | None:
-    """Judge a device in doubt against reference devices (`witnesses`), by the best of equally many measurements of
-    each.
+    """Judge a device in doubt against reference devices; return None if another measurement is needed.
 
-    Returns None if another measurement is needed. Other work only makes a device look slower than it is: the best of
-    all measurements comes closest, and once the references agree, their speed is what they can do. Until then nothing
-    is known, and in the end the device is cleared, unless it is far below the slowest reference. `shared`: others use
-    the same processors, which takes many measurements. `within`: measurements before a device may be found unfit, and
-    after which it is judged in any case.
+    `own`, `witnesses`: the best of `looks` measurements of the device, and of each reference. The best counts, because
+    other work on a machine only makes a device look slower. While the references differ from each other, they were
+    disturbed and no verdict is possible; after the last measurement the device is then cleared, unless it is far below
+    the slowest reference. `shared`: other ranks use the same processors, so that many measurements are needed.
+    `within`: number of measurements before a device may be found unfit, and number after which it is judged in any
+    case.
     """
     peers = _median(witnesses)
     against_all = _against(own, peers, "of its peers")
@@ -206,7 +218,7 @@ def judge_again(
 
 
 def _where_alike(witnesses: Sequence[Speed], median: Speed) -> Speed:
-    """Return the median of the references; 0 for a measure in which disturbed references differ."""
+    """Return the median of the references' speeds; 0 for a measure in which the references differ too much."""
     return Speed(
         flops=median.flops if min(witness.flops for witness in witnesses) >= ALIKE_SHARE * median.flops else 0.0,
         memory_bytes=median.memory_bytes
@@ -216,14 +228,16 @@ def _where_alike(witnesses: Sequence[Speed], median: Speed) -> Speed:
 
 
 def again_in_s(times_unfit: int, recheck_s: float) -> float:
-    """Return the seconds until a device is measured again that was unfit in this many probes in a row: short at first,
-    then doubled each time."""
+    """Return the seconds until the next probe of a device that failed its last `times_unfit` probes.
+
+    The interval begins at `FIRST_RECHECK_S`, doubles with each failure, and ends at `MAX_RECHECK_FACTOR` * `recheck_s`.
+    """
     doublings = min(max(times_unfit - 1, 0), MAX_DOUBLINGS)
     return min(min(FIRST_RECHECK_S, recheck_s) * 2.0**doublings, MAX_RECHECK_FACTOR * recheck_s)
 
 
 def best(first: Speed, second: Speed) -> Speed:
-    """Return the better value of both measurements of one device."""
+    """Combine two measurements of one device: the higher value of each measure."""
     return Speed(
         flops=max(first.flops, second.flops),
         memory_bytes=max(first.memory_bytes, second.memory_bytes),
@@ -232,8 +246,11 @@ def best(first: Speed, second: Speed) -> Speed:
 
 
 def in_turns(ranks: Iterable[int], machines: Mapping[int, str], shared: Container[int]) -> list[tuple[int, ...]]:
-    """Return groups of ranks to be measured together: all at once, except that ranks which share their machine's
-    processors take turns."""
+    """Return groups of ranks; the ranks of a group are measured at the same time, one group after the other.
+
+    Ranks in `shared` use the same processors as other ranks of their machine: of these, each group has at most one per
+    machine. All other ranks are in the first group.
+    """
     turns: list[list[int]] = []
     used: Counter[str] = Counter()
     for rank in ranks:
@@ -254,7 +271,7 @@ def _median(speeds: Sequence[Speed]) -> Speed:
 
 
 def _median_without(ascending: Sequence[float], value: float) -> float:
-    """Return the median of all values but this one, without a new sort for each of thousands of devices."""
+    """Return the median of sorted values without `value`. No sort is needed, because there are thousands of devices."""
     skipped, others_count = bisect_left(ascending, value), len(ascending) - 1
     low, high = (ascending[i + (i >= skipped)] for i in ((others_count - 1) // 2, others_count // 2))
     return (low + high) / 2
@@ -272,7 +289,7 @@ def _against(own: Speed, reference: Speed, phrase: str) -> list[tuple[float, str
 
 
 def link_seconds(answers: Mapping[int, Sequence[Transfer]]) -> dict[Pair, float]:
-    """Return the seconds of each measured link: the mean of its two ends."""
+    """Return the seconds of a transfer over each measured link: the mean of the times that both ranks measured."""
     seconds: dict[Pair, list[float]] = {}
     for rank, transfers in answers.items():
         for transfer in transfers:
@@ -282,7 +299,11 @@ def link_seconds(answers: Mapping[int, Sequence[Transfer]]) -> dict[Pair, float]
 
 
 def judge_links(times: Mapping[Pair, float], nodes: Mapping[int, str]) -> dict[Pair, float]:
-    """Return the speed of each measured link relative to the median of its kind: within a node, or between two."""
+    """Return the speed of each measured link relative to the median link of its kind.
+
+    There are two kinds: links within a node, and links between nodes. `times`: seconds of a transfer. Links of a kind
+    with too few measurements are left out.
+    """
     kinds: dict[bool, list[float]] = {}
     for (a, b), time in times.items():
         kinds.setdefault(nodes.get(a) == nodes.get(b), []).append(time)
@@ -301,10 +322,11 @@ def judge_link(
     past: Mapping[Pair, float],
     wanted: Thresholds = DEFAULT_THRESHOLDS,
 ) -> JudgedLink:
-    """Judge a suspected link against reference links (`beside`); without any, against its past or that of its kind.
+    """Judge a suspected link against reference links (`beside`), or, without references, against the past.
 
-    Against a single reference the threshold is `link_fit`, as against the past, which was measured with all ranks
-    parked: now others train at the same time.
+    `times`: seconds of a transfer over the link and over each reference. `past`: seconds at the job's start, of the
+    link itself if known, else of its kind. The lower threshold `link_fit` applies to a single reference, and to the
+    past, which was measured with all ranks parked while other ranks train now.
     """
     within = _within(link, nodes)
     others = [seconds for pair, seconds in times.items() if pair != link and _within(pair, nodes) == within]
@@ -323,10 +345,12 @@ def judge_link(
 
 
 def judge_link_again(looks: Sequence[JudgedLink], *, shared: bool) -> JudgedLink | None:
-    """Return the median of these verdicts, each of which found the link slow; None if another measurement is needed.
+    """Return the median of the verdicts `looks`, each of which found the link slow; None if another measurement is
+    needed.
 
-    A measurement is short. Where others share the processors (`shared`), the operating system may favour the reference
-    for all of it, and a healthy link shows half of that speed or less: in one measurement of eight on two busy cores.
+    One verdict suffices unless other ranks use the same processors (`shared`). A measurement is short, so that the
+    operating system may favour the reference link during all of it: on two busy cores, a healthy link had half the
+    reference's speed or less in one measurement of eight.
     """
     if not shared:
         return looks[-1]
@@ -337,10 +361,10 @@ def judge_link_again(looks: Sequence[JudgedLink], *, shared: bool) -> JudgedLink
 
 
 def beside(link: Pair, ranks: Iterable[int], nodes: Mapping[int, str]) -> tuple[Pair, ...]:
-    """Return one round of measurements: a suspected link, and reference links of its kind.
+    """Return the links that are measured at the same time: a suspected link, and reference links of its kind.
 
-    Each reference has its nodes to itself and none on a node of the suspected link, because whatever slows that link
-    may slow all that its nodes send.
+    No two references share a node, and no reference uses a node of the suspected link, because the cause may slow
+    everything that this node sends.
     """
     own = {nodes[rank] for rank in link}
     of_node: dict[str, list[int]] = {}
@@ -360,9 +384,10 @@ def _within(pair: Pair, nodes: Mapping[int, str]) -> bool:
 
 
 def ring(ranks: Sequence[int]) -> tuple[tuple[Pair, ...], ...]:
-    """Return rounds of disjoint pairs in which each rank meets both neighbours: two rounds, or three for an odd number.
+    """Return rounds of measurements over a ring of `ranks`: each rank measures the links to both of its neighbours.
 
-    A rank whose own end is bad shows on both of its links, a link that is bad by itself on one.
+    The pairs of a round are disjoint; there are two rounds, or three for an odd number of ranks. If a rank's end is
+    slow, both of its links are slow; if a link itself is slow, only that link is.
     """
     order = sorted(ranks)
     if len(order) < 2:

@@ -1,7 +1,7 @@
-"""Hours that nodes and devices served, in windows of the last 30, 90 and 180 days. Pure.
+"""Adds up the hours that nodes and devices were in service, in windows of the last 30, 90 and 180 days. Pure.
 
-Leaves out service before a repair or after the present. Never counts failures (`lemons`). Called by
-`resihp.detector.lemons`; callers of that know the periods of service.
+Service before a repair, or after the present, is left out. Never counts failures. Called by `resihp.detector.lemons`,
+which gets the periods of service from its callers.
 """
 
 from __future__ import annotations
@@ -18,26 +18,31 @@ if TYPE_CHECKING:
 DAY_S = 86_400.0
 
 WINDOW_ERROR_SHARES: Mapping[int, float] = {30: 0.04, 90: 0.06, 180: 0.9}
-"""Window in days, and its share of the accepted error. The longest sees most of the nodes that always were lemons; one
-that became a lemon recently stands out in a short window even with a small share."""
+"""Length of each window in days, and its share of the accepted error probability. The longest window finds most nodes
+that were lemons from the start; a node that became a lemon recently stands out in a short window even with a small
+share."""
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
-    """A period in which `devices` of a node were at work, numbered from `first` on. None: the first devices, and the
-    node had no others at work then."""
+    """A period in which consecutive devices of a node were in service."""
 
     node: str
     since: float
+    """Beginning of the period, in seconds since 1970, like `until`."""
     until: float
     devices: int = 1
+    """Number of devices in service."""
     first: int | None = None
+    """Number of the first of these devices; None: device 0, and the node had no other devices in service."""
 
 
 class Served(msgspec.Struct):
-    """Services sorted by the row of their node (`rows`); row i has those from `first[i]` to `first[i + 1]`.
+    """Periods of service as arrays, sorted by node; each node is a row.
 
-    Times are cut to the period that counts. `lowest`: number of the first device. `hours`: device-hours by node and
-    window. `wall`: hours that each of a node's first `fewest` devices served, whether or not it was replaced since.
+    `rows`: the node's row for each service; services of row i are those from `first[i]` to `first[i + 1]`. `since`,
+    `until`: limits of each service, cut to the period that counts. `devices`: number of devices of each service;
+    `lowest`: number of the first of them. `hours`: device-hours, (nodes, windows). `wall`: hours, (nodes, windows),
+    that each of a node's devices below number `fewest` was in service, whether or not it was replaced since.
     """
 
     rows: Whole
@@ -52,12 +57,15 @@ class Served(msgspec.Struct):
 
 
 def part(node: str, device: int) -> str:
-    """Return the name of a device in `mended`."""
+    """Return the name of a device as a key of `mended` and `fresh`, which hold repaired nodes and devices."""
     return f"{node}:{device}"
 
 
 def served_by_node(services: Sequence[Service], names: Sequence[str], now: float, fresh: Mapping[str, float]) -> Served:
-    """Return the services of the nodes `names`. `fresh`: since when a node, or a device (`part`), is as good as new."""
+    """Return the services of the nodes `names` as arrays, without service before a repair or after `now`.
+
+    `fresh`: time of the repair or replacement of a node or of a device (named by `part`).
+    """
     row = {name: i for i, name in enumerate(names)}
     node_rows = np.array([row[service.node] for service in services], dtype=np.intp)
     numbers = [
@@ -97,7 +105,7 @@ def served_by_node(services: Sequence[Service], names: Sequence[str], now: float
 def hours_of_device(
     served: Served, row: int, device: int, now: float, since: float = -np.inf, until: float = np.inf
 ) -> Floats:
-    """Return the hours, (windows,), that a device of a node served between two times."""
+    """Return the hours, (windows,), that `device` of the node in `row` was in service between `since` and `until`."""
     own = slice(served.first[row], served.first[row + 1])
     number = device - served.lowest[own]
     in_service = (number >= 0.0) & (number < served.devices[own])
@@ -107,6 +115,6 @@ def hours_of_device(
 
 
 def overlap_h(since: Floats, until: Floats, now: float) -> Floats:
-    """Return the hours of these periods in each window, (n, windows)."""
+    """Return the hours of each period from `since` to `until` that lie in each window, (n, windows)."""
     starts = now - DAY_S * np.array(list(WINDOW_ERROR_SHARES), dtype=np.float64)
     return np.asarray(np.maximum(until[:, None] - np.maximum(since[:, None], starts), 0.0) / 3600.0, dtype=np.float64)

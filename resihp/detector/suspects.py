@@ -1,10 +1,11 @@
-"""Judges suspected devices by a probe: returns for each the odds that it is slow. Pure.
+"""Judges suspected devices by a probe: computes for each device the odds that it is slow. Pure.
 
-Each device is compared with its own past, after the loss that all devices share is taken out: under a power cap no
-device stands out. Devices do not become faster: where the answers fall into two groups, the upper one is healthy, as
-long as it is at least a quarter of all. Devices without a known past are compared with each other, and these differ by
-nature. The spread of healthy devices is estimated from the answers; few answers are blended with a usual value. Called
-by the controller (`resihp.controller.probing`).
+Each device is compared with its own past, after the loss that all devices share is subtracted, so that a power cap
+makes no device stand out. Devices do not become faster: if the answers form two groups, the faster group is healthy,
+provided that it has at least a quarter of the answers. Devices without a known past are compared with each other, with
+a wider tolerance, because devices differ by nature. The spread of healthy devices is estimated from the answers,
+blended with a prior if the answers are few. Never starts a probe. Called by the controller
+(`resihp.controller.probing`).
 """
 
 from __future__ import annotations
@@ -21,23 +22,24 @@ from resihp.protocol.messages import Speed
 from resihp.settings import Thresholds
 
 REPEAT_SIGMA = 0.01
-"""Prior standard deviation of a probe's repetitions on one device, log units; few answers are blended with it."""
+"""Prior standard deviation between repeated probes of one device, log units."""
 SHARED_SIGMA = 0.12
-"""The same for a device whose processors other workers use as well: there, scheduling order is chance."""
+"""As `REPEAT_SIGMA`, for a device on processors that other workers use: the scheduling order there is random."""
 DEVICE_SIGMA = 0.02
 """Prior standard deviation between devices of one kind, log units."""
 PRIOR_ANSWERS = 4
-"""Weight of these priors, as a number of answers."""
+"""Weight of these prior standard deviations, as a number of answers."""
 MIN_SLOWDOWN_LOG = 0.03
 """Smallest slow-down that a probe should detect, log units."""
 MAX_LOG_ODDS = 20.0
-"""Cap on the log odds of a verdict; its negative is also the lower bound of the log of a speed."""
+"""Cap on the log odds of a verdict; the negative of this cap is also the lower bound of the log of a speed."""
 MAX_LOG_SPEED = 100.0
 """Log of a speed, per second, that no device reaches."""
 GROUP_SEPARATION_SIGMAS = 4.5
-"""Distance of means, in standard deviations, from which on answers form two groups; halves of one normal group: 2.7."""
+"""Smallest distance between the means of two groups, in standard deviations, at which answers count as two groups. The
+halves of one normal group are 2.7 apart."""
 HEALTHY_GROUP_DIVISOR = 4
-"""The upper group has to hold at least one in this many answers to count as the healthy one."""
+"""The faster group counts as healthy if it has at least one in this many answers."""
 MIN_COMMON_LOSS = 0.02
 """Smallest loss shared by all devices that is reported, log units."""
 
@@ -45,15 +47,17 @@ Floats = npt.NDArray[np.float64]
 
 
 class Verdicts(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdicts of one probe."""
+    """The verdicts on all devices of one probe, and the speed that all devices lost together."""
 
     devices: dict[int, Judged]
+    """Verdicts by rank."""
     share: Speed | None = None
-    """Remaining share of the former speed, for all devices together; None if too few pasts are known."""
+    """Present speed over former speed, for all devices together; None if too few devices have a known past."""
 
     @property
     def lost(self) -> float:
-        """Loss that all devices share, of the worse measure, at most 1; 0 if it is too small to be reported."""
+        """Share of the former speed that all devices lost, 0 to 1, for the measure that lost more; 0 if it is too small
+        to be reported."""
         if self.share is None:
             return 0.0
         worst = min(self.share.flops, self.share.memory_bytes)
@@ -61,16 +65,18 @@ class Verdicts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Usual(msgspec.Struct, frozen=True):
-    """Level of healthy devices in log units, the spread around it, and the number of answers behind it."""
+    """Distribution of healthy devices in log units: mean level, standard deviation, and number of answers behind
+    them."""
 
     centre: float
     sigma: float
     count: int
 
     def odds(self, value: float) -> float:
-        """Return the log odds of slow against healthy, for the best-fitting slow-down of at least `MIN_SLOWDOWN_LOG`.
+        """Return the log odds that a device at `value` (log units) is slow.
 
-        Uses Student's distribution, because the spread is an estimate itself.
+        Compares a healthy device with the best-fitting slow-down of at least `MIN_SLOWDOWN_LOG`, by Student's
+        distribution, because the standard deviation is an estimate itself.
         """
         drop = self.centre - value
         sigma = self.sigma * math.sqrt(1.0 + math.pi / 2 / max(self.count, 1))
@@ -91,14 +97,15 @@ def judge(
     *,
     shared: bool = False,
 ) -> Verdicts:
-    """Judge all answers to a probe.
+    """Judge all devices that answered a probe.
 
-    `suspects`: the devices under suspicion, with the others as references; None if no device is in particular.
-    `failed`: ranks whose device could not be measured at all, with the reason. `usual`: last known remaining share of
-    all devices. `shared`: other workers compute on the same processors. With suspects, a device is as slow as its past
-    or its peers show. Without, its past alone counts where known, because devices differ, and the slowest of many
-    differs most.
-    """
+    `speeds`: measured speeds by rank; `failed`: ranks with a device that could not be measured at all, with the reason;
+    `past`: former speeds by rank. `suspects`: the suspected ranks; all others are references. `usual`: latest known
+    `Verdicts.share`. `shared`: other workers compute on the same processors.
+
+    With `suspects`, a device is compared with its past and with its peers, and the worse result counts. If `suspects`
+    is None, no device is under suspicion in particular; then a device with a known past is compared with its past only,
+    because devices differ, and the slowest of many healthy devices may be far from its peers."""
     judged = {
         rank: Judged(rank=rank, speed=None, fit=False, evidence=why, odds=MAX_LOG_ODDS) for rank, why in failed.items()
     }
@@ -135,7 +142,7 @@ def judge(
 
 
 def _judged(rank: int, comparisons: Sequence[tuple[float, float, str]], wanted: Thresholds) -> Judged:
-    """Judge a device by the worst of its comparisons: odds, share of the healthy speed, evidence."""
+    """Judge a device by the worst of its comparisons, each with odds, share of the healthy speed, and evidence."""
     if not comparisons:
         return Judged(rank=rank, speed=None, fit=True, evidence="nothing to compare it with")
     odds, share, text = max(comparisons, key=lambda comparison: (comparison[0], -comparison[1]))
@@ -144,7 +151,7 @@ def _judged(rank: int, comparisons: Sequence[tuple[float, float, str]], wanted: 
 
 
 def _remaining_share(shares: Sequence[float | None]) -> Speed | None:
-    """Return the remaining shares of matrix products and of memory as a speed; None if neither is known."""
+    """Return the shares of the former speed, of matrix products and of memory, as a Speed; None if both are unknown."""
     if all(share is None for share in shares):
         return None
     flops, memory_bytes = (1.0 if share is None else share for share in shares)
@@ -152,12 +159,12 @@ def _remaining_share(shares: Sequence[float | None]) -> Speed | None:
 
 
 def _logs(speeds: Mapping[int, Speed], attribute: str) -> dict[int, float]:
-    """Return the logs of one measure, by rank, of the devices that were measured."""
+    """Return the log of one measure of each rank; ranks without a measurement are left out."""
     return {rank: figure for rank, speed in speeds.items() if (figure := _log(getattr(speed, attribute))) is not None}
 
 
 def _log(figure: float) -> float | None:
-    """Return the log of a speed, with a lower bound for a device that does next to nothing; None if not measured."""
+    """Return the log of a speed, at least -`MAX_LOG_ODDS`; None if the speed was not measured."""
     if math.isnan(figure) or figure < 0.0:
         return None
     return min(max(math.log(figure), -MAX_LOG_ODDS), MAX_LOG_SPEED) if figure > 0.0 else -MAX_LOG_ODDS
@@ -176,7 +183,10 @@ def _by_past(changes: Mapping[int, float], usual: float, repeat: float) -> _Usua
 
 
 def _by_peers(own: Mapping[int, float], suspects: Collection[int] | None, different: float) -> _Usual | None:
-    """Return the level of the references if there are any, else of all; None for two, where the odd one is unknown."""
+    """Return the level of two or more references, else of all devices; None for fewer than three devices.
+
+    With two devices it cannot be decided which one is slow.
+    """
     values = [figure for figure in own.values() if figure > -MAX_LOG_ODDS]
     if not values or len(own) < 3:
         return None
@@ -185,7 +195,7 @@ def _by_peers(own: Mapping[int, float], suspects: Collection[int] | None, differ
 
 
 def _level(values: Floats, usual: float) -> _Usual:
-    """Return the median, and the spread blended with the usual one according to the number of values."""
+    """Return the median of the values, and their spread blended with the prior spread `usual`."""
     count, centre = values.size, float(np.median(values))
     spread = 1.4826 * float(np.median(np.abs(values - centre)))
     return _Usual(
@@ -194,9 +204,9 @@ def _level(values: Floats, usual: float) -> _Usual:
 
 
 def _healthy(values: Floats, repeat: float) -> Floats:
-    """Return the upper group of ascending values if they fall into two groups; else all.
+    """Return the faster group of ascending values if the values form two groups, else all values.
 
-    Splits where the squares within two groups are least (Jenks, 1967), and again within the upper group.
+    Splits the values so that the sum of squares within both groups is least (Jenks, 1967), then the faster group again.
     """
     min_healthy = max(2, -(-values.size // HEALTHY_GROUP_DIVISOR)) if values.size > 2 else 1
     while values.size > min_healthy:

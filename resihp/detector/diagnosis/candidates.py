@@ -1,6 +1,8 @@
-"""Turns the reports of an incident into possible causes: clues of each rank's log and node, and how the rank ended.
+"""Turns the reports of an incident into candidates for the root cause.
 
-Decides which lines count, and to which rank they belong; `diagnosis` weighs them. Pure.
+A candidate is a clue in a rank's log, a clue in the messages of a node, or the exit status of a rank. This module
+decides which clues count, and to which rank they belong. It never chooses the root cause; `diagnosis`, which calls it,
+does. Pure.
 """
 
 from __future__ import annotations
@@ -19,35 +21,35 @@ from resihp.protocol.messages import ABORT_STATUS, MAX_LINES_AFTER, Clue
 
 _SEVERITY = re.compile(r"(?i)Xid .{0,200}?\b(non-?)?fatal\b")
 _SLURM_NODE_PROBLEMS = ("container", "nodes left out", "unkillable")
-"""Kinds of lines that may explain why a process exited without a word, but never why it was killed."""
+"""Kinds of lines that may explain an exit without a logged reason, but never a kill by a signal."""
 _ENDED_BY_SLURM = ("time limit", "preempted", "cancelled", "interrupted")
 MAX_LAST_LINES = 20
-"""A program that wrote more lines of output than this after a line went on in spite of it."""
+"""If a program wrote more lines of output than this after a line, it continued after that line."""
 SIGNALS_FROM_OTHERS = frozenset(
     {-signals.SIGKILL, -signals.SIGTERM, -signals.SIGINT, -signals.SIGHUP, -signals.SIGUSR1}
 )
-"""Signals that a process never sends to itself."""
+"""Signals that only other processes send, as exit statuses."""
 KILL_KINDS = frozenset({"loader killed"})
-"""Kinds of lines that report a kill, and may therefore explain one."""
+"""Kinds of lines that report a kill, and may therefore explain the kill of a rank."""
 UNSPECIFIC_KINDS = frozenset({"nccl cuda", "nccl system", "nccl internal", "cuda error", "cuda libraries"})
-"""Kinds of exceptions which say that CUDA or NCCL failed, without the part that failed; a nearby line names it."""
+"""Kinds of exceptions that report a failure of CUDA or NCCL without the failed part; a nearby line names the part."""
 _CPLUSPLUS_WORDS = re.compile(r"what\(\)|terminate called|ProcessGroup\w{1,8}\.cpp|NCCL WARN|[Ww]atchdog")
 _HANDLED_WORDS = re.compile(
     r"(?i:(?<!NCCL )warn|caught|retry|retries|ignor|fall(?:ing|s)? ?back|skipp|(?<!un)handled|recovered|"
     r"temporary (?:cache|dir)|instead|\bhint\b|\bif you (?:see|get|hit|run)\b)|"
     r"\b(?:INFO|DEBUG)\b|(?:^|[\[\s])W\d{4}\b"
 )
-"""Words of a line after which its writer goes on: a warning, a hint, a retry, a fallback."""
+"""Words of a line after which a program continues: a warning, a hint, a retry, a fallback."""
 
 
 class _LogReader:
-    """Reads each log once, however many reports have it."""
+    """Finds the clues in logs; reads a log only once, even if several reports contain it."""
 
     def __init__(self) -> None:
         self._clues: dict[tuple[str, Clock, bool], tuple[Clue, ...]] = {}
 
     def clues(self, text: str, report: Report, *, kernel_lines: bool) -> tuple[Clue, ...]:
-        """Return the clues in a log of this report's rank or node."""
+        """Return the clues in `text`, a log of the report's rank or messages of its node."""
         key = text, report.clock or Clock(near=report.at), kernel_lines
         if text and key not in self._clues:
             self._clues[key] = read_log(text, key[1], kernel_lines=kernel_lines)
@@ -55,7 +57,7 @@ class _LogReader:
 
 
 def candidates_of(reports: Sequence[Report]) -> list[Candidate]:
-    """Return all possible causes in one incident's reports, in a deterministic order."""
+    """Return all candidates for the root cause in the reports of one incident, in a deterministic order."""
     reader = _LogReader()
     own: list[Candidate] = []
     words: list[tuple[Report, list[tuple[Signature, Clue]]]] = []
@@ -84,7 +86,8 @@ def candidates_of(reports: Sequence[Report]) -> list[Candidate]:
 
 
 def _explanations_of_ranks(candidates: Sequence[Candidate]) -> dict[int, list[Signature]]:
-    """Return by rank the kinds of its clues that explain its end; one that only a time ties to an end does not."""
+    """Return, by rank, the kinds of clues that explain its end. A clue that is linked to the end only by its time does
+    not explain it."""
     of_ranks: dict[int, list[Signature]] = {}
     for candidate in candidates:
         if candidate.report is None or candidate.survived:
@@ -95,7 +98,10 @@ def _explanations_of_ranks(candidates: Sequence[Candidate]) -> dict[int, list[Si
 
 
 def _candidate(clue: Clue, report: Report, rank_report: Report | None, signature: Signature) -> Candidate | None:
-    """Return a clue as a candidate, or None if its time does not fit the end of `report`."""
+    """Return a clue as a candidate; None if its time is too far from the end of `report`.
+
+    `rank_report`: report of the rank that the clue concerns; None for the node as such.
+    """
     if None not in (clue.at, report.at) and not _fits(clue.at or 0.0, report.at or 0.0):
         return None
     return Candidate(
@@ -117,8 +123,10 @@ def _fits(at: float, end: float) -> bool:
 
 
 def _of_log(clues: Sequence[Clue], report: Report) -> list[Candidate]:
-    """Return the candidates of a rank's own log: the decisive one of its exceptions, and, for a living rank, its
-    observations of others."""
+    """Return the candidates in a rank's own log.
+
+    Of the rank's exceptions, only the decisive one is a candidate. Of a rank that is alive, only clues about other
+    ranks and about links are."""
     decisive = _decisive_exception([clue for clue in clues if clue.raised])
     candidates = []
     for clue in clues:
@@ -137,11 +145,12 @@ def _of_log(clues: Sequence[Clue], report: Report) -> list[Candidate]:
 
 
 def _was_survived(clue: Clue, signature: Signature, report: Report, decisive: Clue | None) -> bool:
-    """Whether a line of a log did not end its process. Most lines that a library logs are survived.
+    """Return whether a process continued after a line of its log, so that the line is not the cause of its end.
 
-    A process that raised a conclusive exception was ended by that; one killed by another process's signal, by that
-    signal; and a line long before the end, as the output in between shows, did not end it. A device or a node is never
-    blamed for a line that was only logged, but may be for one that was raised, in Python or in C++ that then aborted.
+    This is true of most lines that a library logs. A process with a conclusive exception was ended by that exception,
+    and a process killed by a signal from another process was ended by the signal. A line with much output after it did
+    not end the process. A device or node is never blamed for a line that was only logged; it may be blamed for an
+    exception, in Python, or in C++ if the process then aborted.
     """
     if not report.ended or signature.depth > Depth.RAISED:
         return False
@@ -167,27 +176,31 @@ def _was_survived(clue: Clue, signature: Signature, report: Report, decisive: Cl
 
 
 def _lines_after_raised(signature: Signature) -> int:
-    """Return how many lines may follow the last exception of a process that ends with status 1, as Python does after an
-    exception: shutdown code may print many. A device or a node is not blamed with that many lines after it."""
+    """Return the highest number of lines after the last exception of a process that ends with status 1.
+
+    Python ends with status 1 after an exception, and shutdown code may then print many lines. An exception that blames
+    a device or a node may be followed by fewer lines.
+    """
     return MAX_LAST_LINES if signature.blames else MAX_LINES_AFTER - 1
 
 
 def _ended_it(clue: Clue, status: int | None) -> bool:
-    """Whether C++ ended the process with this line: it aborts on an uncaught exception."""
+    """Return whether the line is an uncaught C++ exception, on which the process aborted."""
     return status == -signals.SIGABRT and _CPLUSPLUS_WORDS.search(clue.line) is not None
 
 
 def kind_of_raised(clues: Sequence[Clue]) -> Signature | None:
-    """Return the kind of the decisive one of the exceptions that a program raised; None if no clue is an exception."""
+    """Return the kind of a program's decisive exception; None if no clue is an exception."""
     raised = [clue for clue in clues if clue.raised]
     decisive = _decisive_exception(raised) or (raised[-1] if raised else None)
     return None if decisive is None else signature_of(decisive.kind)
 
 
 def _decisive_exception(raised: Sequence[Clue]) -> Clue | None:
-    """Return the last exception that no peer caused; of the chain that it belongs to, the one nearest to a root cause.
+    """Return the decisive exception of a program; None if peers caused all of them.
 
-    A connection error that may concern a peer counts only if it was the last of all.
+    It is the last exception that no peer caused; if that exception belongs to a chain, the one of the chain that is
+    nearest to a root cause. A connection error that may concern a peer counts only if it is the last exception.
     """
     depths = [signature.depth if (signature := signature_of(clue.kind)) else Depth.AFTER for clue in raised]
     passed = {Depth.AFTER, Depth.TRANSFER} if depths[-1:] != [Depth.TRANSFER] else {Depth.AFTER}
@@ -205,8 +218,10 @@ def _decisive_exception(raised: Sequence[Clue]) -> Clue | None:
 
 
 def _of_node(clue: Clue, report: Report, reports: Sequence[Report], endings: Endings) -> Candidate | None:
-    """Return a clue from the kernel or Slurm as a candidate of the rank that it names. None if it concerns none of our
-    ranks, or a part of the node that has nothing to do with these ends."""
+    """Return a clue from the kernel or Slurm as a candidate, of the rank that it names if it names one.
+
+    None if the clue concerns a foreign process, or a part of the node that cannot have led to the ends of the ranks.
+    """
     signature = signature_of(clue.kind)
     if signature is None or not signature.node_wide:
         return None
@@ -227,14 +242,17 @@ def _is_tied(candidate: Candidate, endings: Endings) -> bool:
 
 
 def _age_s(clue: Clue, report: Report) -> float | None:
-    """Return how many seconds before the rank's end a line was written; None if unknown."""
+    """Return the number of seconds from a line to the end of the rank; None if unknown."""
     if clue.at is None or report.at is None:
         return clue.age_s
     return report.at - clue.at
 
 
 def _as_severe(signature: Signature, clue: Clue) -> Signature:
-    """Return the row of an NVLink Xid, without blame if its line calls it non-fatal: then the link still works."""
+    """Return the row of a clue; for an NVLink Xid that its line calls non-fatal, a row that blames no node.
+
+    After a non-fatal NVLink error the link still works.
+    """
     if not clue.kind.startswith("xid ") or signature.category != "link":
         return signature
     severity = _SEVERITY.search(clue.line)
@@ -245,10 +263,10 @@ def _as_severe(signature: Signature, clue: Clue) -> Signature:
 
 
 def _rank_named_by(clue: Clue, signature: Signature, here: Sequence[Report]) -> tuple[Report | None, bool]:
-    """Return the rank of this node that a line concerns, if it can be determined, and whether it concerns none of ours.
+    """Return the report of the rank that a line of the node concerns, None if unknown; and whether the line is foreign.
 
-    A process that is not ours may have met a fault of our device. Only its own failures, and kills of it for memory,
-    are foreign.
+    `here`: reports of the node. A line is foreign if it reports the failure of a process outside of the job, or a kill
+    of such a process for lack of memory. Any other line about such a process may show a fault of the job's device.
     """
     bus, pid = normal_bus(clue.named.get("bus", "")), int(clue.named.get("pid", 0))
     named = _report_of(bus, pid, here)
@@ -267,20 +285,20 @@ def _rank_named_by(clue: Clue, signature: Signature, here: Sequence[Report]) -> 
 
 
 def _report_of(bus: str, pid: int, here: Sequence[Report]) -> Report | None:
-    """Return the report of a process or, without it, of a device; "" and 0 are none."""
+    """Return the report with process id `pid`; else the one with the device at PCI address `bus`. 0 and "" are none."""
     by_process = next((report for report in here if pid and pid == report.pid), None)
     by_device = next((report for report in here if bus and bus == normal_bus(report.bus)), None)
     return by_process or by_device  # several processes may each use a part of one GPU
 
 
 def normal_bus(text: str) -> str:
-    """Normalise a PCI address: `PCI:0000:3b:00` and `00000000:3B:00.0` become equal; empty if it is not an address."""
+    """Return a PCI address in normal form, equal for `PCI:0000:3b:00` and `00000000:3B:00.0`; "" for other text."""
     parts = text.lower().removeprefix("pci:").partition(".")[0].split(":")
     return f"{parts[0].lstrip('0')}:{parts[1]}:{parts[2]}" if len(parts) == 3 else ""
 
 
 def _lost_nodes(reports: Sequence[Report]) -> dict[str, Candidate]:
-    """Return the nodes on which all processes are gone without an observed end."""
+    """Return a candidate for each node on which all processes ended without a known exit status."""
     lost_nodes = {}
     signature = _made("node lost", "node", Depth.NAMED, "lost, nobody saw its processes end")
     on_nodes: dict[str, list[Report]] = {}
@@ -307,11 +325,14 @@ CRASH_SIGNALS: Mapping[int, tuple[Category, str, str]] = {
     signals.SIGXCPU: ("allocation", ", its limit of processor time", "ulimit -t"),
     signals.SIGXFSZ: ("storage", ", its limit of a file's size", "ulimit -f"),
 }
-"""Signals that carry information of their own: category, addition to the signal's name, advice."""
+"""Signals that indicate a cause: category, addition to the signal's name, advice."""
 
 
 def _of_end(report: Report, own: Sequence[Signature], ended_by_slurm: bool) -> Candidate | None:
-    """Return how a rank ended as a candidate, unless its own log or another party's order explains it."""
+    """Return the exit status of a rank as a candidate; None if the rank is alive, or if the end is explained.
+
+    `own`: kinds of clues that explain the end; `ended_by_slurm`: whether Slurm ended the job, which explains signals.
+    """
     if not report.ended:
         return None
     status = report.exit

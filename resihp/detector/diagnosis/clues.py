@@ -1,7 +1,7 @@
-"""Finds clues in text: the lines of a log's tail that may explain why a process ended, and their times.
+"""Finds clues in a log: the lines that may explain why a process ended, and the times at which they were written.
 
-Called where the log is (an agent) or where the verdict is made (`diagnosis`). Takes time linear in the text, whatever
-it holds; colours and control characters are removed from the lines that are kept.
+Called by an agent on the node of the log, or by `candidates` for logs that were sent as text. Never decides on a cause
+(`diagnosis`). The time is linear in the text, whatever its content. Colours and control characters are removed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from resihp.detector.diagnosis.signatures import EXCEPTION, KERNEL_KINDS, SIGNAT
 from resihp.protocol.messages import MAX_LINES_AFTER, Clue
 
 BEFORE_S = 900.0
-"""Highest age of a line before the end that it explains: NCCL waits 10 minutes for a peer, as PyTorch sets it."""
+"""Longest time, in seconds, between a line and the end of a process that it explains: PyTorch lets NCCL wait 10 minutes
+for a peer."""
 AFTER_S = 120.0
+"""Longest time, in seconds, after the end of a process at which a line may still explain this end."""
 LINE_CHARACTERS = 400
-"""Characters kept of a line, from a little before the recognised words."""
+"""Number of characters of a line that a clue contains, from a little before the recognised words on."""
 MAX_CLUES_OF_A_KIND = 4
-"""Lines kept of one kind about one subject: the first two and the last two."""
+"""Number of clues of one kind about one device or process: the first two and the last two."""
 MAX_CLUES = 64
+"""Number of clues of one log."""
 _MAX_PLACES = 64
-"""Occurrences examined for each literal, from the beginning of the text and again from its end."""
+"""Number of occurrences of each literal that are examined, from the beginning of the text and again from its end."""
 _WINDOW_CHARACTERS = 600
 _CRASH_LINE = re.compile(
     r"[ \t]*$|[ \t]|[│╭╰|+]|> File|Traceback|frame #|#\d|Thread 0x|Current thread|Extension modules|\[rank\d|"
@@ -42,7 +45,7 @@ _CRASH_LINE = re.compile(
     r"wandb: |COMET \w{1,16}: |\[neptune\]|\[mlflow\]|🏃 View run|🧪 View experiment|"
     r"(?:[A-Za-z_][\w.]{0,127}(?:Error|Exception|Interrupt|Exit)\b)|(?i:warning\b)|.{0,80}(?:Warning|resource_tracker)"
 )
-"""Beginning of a line that a program writes as it goes down: stacks, C++ exceptions, watchdogs, launchers, the
+"""Matches the beginning of a line that a program writes while it crashes: stacks, C++ exceptions, watchdogs, launchers,
 summaries of experiment trackers. Any other line is output of a program that goes on."""
 _CONTROLS = re.compile(
     r"\x1b\[[0-?]{0,32}[ -/]{0,8}[@-~]|\x1b\][^\x07\x1b\n]{0,256}(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f]"
@@ -53,14 +56,16 @@ _STEM_CHARACTERS = 6
 _NEEDLES = {needle for row in SIGNATURES if not row.raised for needle in row.needles}
 _STEMS = Counter(needle[:_STEM_CHARACTERS] for needle in _NEEDLES)
 _SHARED_STEMS = tuple(stem for stem, needles in _STEMS.items() if needles > 1)
-"""Beginnings shared by several literals: if one is nowhere in the text, none of its literals is searched for."""
+"""Beginnings that several literals share: if a beginning does not occur in the text, its literals are not searched."""
 
 
 class Clock(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts needed to read a machine's times. `near`: a time near those of the lines, for times without a year.
+    """Facts needed to read the times in a machine's logs.
 
-    `booted`: time at which the kernel's clock was 0, for `[12.345]`; `utc_offset_s`: of local time (3600 in Paris in
-    winter), for lines without a zone. A field that is None leaves such times unread rather than wrong by hours.
+    `near`: a time near that of the lines, in seconds since 1970, to complete times without a year. `booted`: time at
+    which the kernel's clock was 0, for times such as `[12.345]`. `utc_offset_s`: offset of local time from UTC in
+    seconds (3600 in Paris in winter), for times without a zone. If a field is None, times that need it are not read,
+    because they might be wrong by hours.
     """
 
     near: float | None = None
@@ -69,10 +74,11 @@ class Clock(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_log(tail: str, clock: Clock | None = None, *, kernel_lines: bool = True) -> tuple[Clue, ...]:
-    """Return the clues in the tail of a log or of the kernel's messages, in the order of their lines.
+    """Return the clues in the tail of a log, or of the messages of the kernel and Slurm, in the order of the lines.
 
-    `kernel_lines`: whether the kernel may have written any of it. In a program's output a kernel line is a quotation
-    and says nothing about this machine, and a time far from the program's end is in another time zone.
+    `kernel_lines`: whether the kernel may have written lines of this text. In the output of a program, a line of the
+    kernel is a quotation that says nothing about this machine, and a time far from the program's end is in another time
+    zone; both are ignored.
     """
     clock = clock or Clock()
     text = tail.replace("\r\n", "\n").replace("\r", "\n") if "\r" in tail else tail
@@ -122,7 +128,8 @@ def read_log(tail: str, clock: Clock | None = None, *, kernel_lines: bool = True
 def _matches(
     text: str, ends: Mapping[int, tracebacks.TracebackEnd], *, kernel_lines: bool
 ) -> dict[int, tuple[int, Signature, dict[str, str]]]:
-    """Return the row of each line that is a clue, by the line's start: place of the words, row, and named groups.
+    """Return, by the start of each line that is a clue: the place of the recognised words, the row of the table, and
+    the named groups of its pattern.
 
     `ends`: exceptions, by the start of their last line.
     """
@@ -142,7 +149,7 @@ def _matches(
 
 
 def _may_end_with_a_time(signature: Signature) -> bool:
-    """Whether the time may follow the words: Slurm writes it there for a cancelled job; all others write it first."""
+    """Return whether a time may follow the recognised words: in Slurm's lines; all other programs write it first."""
     return signature.node_wide and signature.kind not in KERNEL_KINDS
 
 
@@ -151,7 +158,10 @@ def _is_near(when: float, clock: Clock) -> bool:
 
 
 def _ordinary_lines(text: str, since: int) -> list[int]:
-    """Return the starts of lines that a program writes while it works; no more than are counted, the last ones."""
+    """Return the starts of the last lines, after `since`, that a program writes while it goes on (no `_CRASH_LINE`).
+
+    There are no more of them than are counted.
+    """
     places: list[int] = []
     line_end = len(text)
     while line_end > since and len(places) < MAX_LINES_AFTER + MAX_CLUES:
@@ -165,13 +175,16 @@ def _ordinary_lines(text: str, since: int) -> list[int]:
 
 
 def _end(text: str, start: int) -> int:
-    """Return the end of the line that contains `start`, or of the part of it that is examined."""
+    """Return the end of the line that contains `start`, but at most `start` + `_WINDOW_CHARACTERS`."""
     end = text.find("\n", start, start + _WINDOW_CHARACTERS)
     return end if end >= 0 else min(start + _WINDOW_CHARACTERS, len(text))
 
 
 def _places(text: str, signature: Signature, absent: set[str]) -> Iterator[tuple[int, int]]:
-    """Yield the places of a row's literals. `absent`: literals and shared beginnings that are nowhere in the text."""
+    """Yield (start of line, place of the literal) for the literals of a row of the table.
+
+    `absent`: literals and shared beginnings that do not occur in the text; extended here.
+    """
     for needle in signature.needles:
         if needle[:_STEM_CHARACTERS] in absent or needle in absent:
             continue
@@ -182,7 +195,7 @@ def _places(text: str, signature: Signature, absent: set[str]) -> Iterator[tuple
 
 
 def _lines_of(text: str, needle: str) -> Iterator[tuple[int, int]]:
-    """Yield (start of line, place of the literal) once per line, for the first and the last such lines of the text."""
+    """Yield (start of line, place of the literal), once per line, for the first and the last lines with the literal."""
     at = text.find(needle)
     looked = 0
     while at >= 0 and looked < _MAX_PLACES:
@@ -201,7 +214,7 @@ def _lines_of(text: str, needle: str) -> Iterator[tuple[int, int]]:
 
 
 def _confirmed(text: str, start: int, at: int, signature: Signature) -> dict[str, str] | None:
-    """Return the named groups of a line if it is of this kind; else None."""
+    """Return the named groups of the row's pattern if the line matches it; else None."""
     if signature.pattern is None:
         return {}
     window = text[max(start, at - _WINDOW_CHARACTERS) : _end(text, at)]
@@ -216,7 +229,7 @@ def _confirmed(text: str, start: int, at: int, signature: Signature) -> dict[str
 
 
 def _of_exception(error: str) -> Signature:
-    """Return the row of an exception whose line matched no row, or whose text is not one line of the log."""
+    """Return the first row that matches the text of an exception; `EXCEPTION` if none does."""
     for signature in SIGNATURES:
         if signature.node_wide or not any(needle in error for needle in signature.needles):
             continue
@@ -230,7 +243,7 @@ def _clean(line: str) -> str:
 
 
 def _thinned(clues: list[Clue]) -> tuple[Clue, ...]:
-    """Keep a few clues of each kind, and of all kinds the last ones."""
+    """Return at most `MAX_CLUES` of the clues: the first and last few of each kind, the latest ones preferred."""
     of_kind: dict[tuple[str, str, str], list[int]] = {}
     for i, clue in enumerate(clues):
         of_kind.setdefault((clue.kind, clue.named.get("bus", ""), clue.named.get("pid", "")), []).append(i)
@@ -254,8 +267,7 @@ _GLOG = re.compile(r"\b[IWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
 
 
 def time_of(line: str, clock: Clock) -> float | None:
-    """Return the time at which a line says that it was written, in seconds since 1970; None without one, or without a
-    year that can be inferred.
+    """Return the time in a line, in seconds since 1970; None without a time, or if `clock` lacks a fact to read it.
 
     Reads ISO 8601 (Python's logging, journald, Slurm), the kernel's time since boot (dmesg, /dev/kmsg), dmesg -T,
     syslog, and glog's short form (NCCL's watchdog in PyTorch).
@@ -293,7 +305,7 @@ def _seconds(parts: list[int], fraction: str | None, offset_s: float | None) -> 
 
 
 def _in_some_year(parts: list[int], fraction: str | None, clock: Clock) -> float | None:
-    """Return the time in the year that brings it nearest to `clock.near`."""
+    """Return a time without a year, in the year that brings it nearest to `clock.near`; None if that is None."""
     if clock.near is None:
         return None
     with suppress(OverflowError, ValueError, OSError):

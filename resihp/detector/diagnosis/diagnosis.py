@@ -1,16 +1,18 @@
-"""Decides why processes, a device or a node ended: one verdict for all reports of one incident.
+"""Decides on the root cause of an incident, in which processes, a device or a node ended: one verdict for all reports.
 
-Decides which line, or which exit, is the root cause, and what merely followed from it; never acts on it. Called when a
-failure is about to be recorded. Rules, in this order:
+The root cause is a line of a log or an exit status; everything else only followed from it. The controller calls this
+module before it records a failure. It never acts on the verdict. Rules, in this order:
 
-1. A line written long before or after the incident, or by another process, is not a clue.
-2. Of one program's exceptions, the last one counts that no peer caused; within a chain, the one nearest to a root.
-3. Anything clearly later than another cause follows from it. Of the rest, the nearest to a root wins (`Depth`), then
-   the earliest. A lost connection, a peer's timeout, a flushed work request or Xid 45 never wins over anything else,
-   and never blames a node.
-4. An end that its own log explains is not a separate cause. A node whose processes are all gone unseen is one cause.
-   A line that its process survived (`candidates`) explains nothing: how the process ended counts for more.
-5. The same exception on several ranks is caused by the program or by a setting: no single device is blamed for it.
+1. A line that was written long before or after the incident, or by another process, is not a clue.
+2. Of a program's exceptions, the last one that no peer caused counts; of a chain of exceptions, the one nearest to a
+   root cause.
+3. A candidate that is clearly later than another cause followed from that cause. Of the remaining candidates, the one
+   nearest to a root cause is chosen (`Depth`), then the earliest. A lost connection, a timeout of a peer, a flushed
+   work request or Xid 45 is chosen only if there is nothing else, and never blames a node.
+4. If a rank's own log explains its end, the end is not a candidate of its own. If all processes of a node are gone and
+   no exit status is known, the lost node is one candidate. If a process continued after a line (`candidates`), that
+   line explains nothing, and the exit status counts for more.
+5. If several ranks raised the same exception, the program or a setting is the cause, and no single device is blamed.
    A failure that is usually the application's (`USUALLY_THE_PROGRAM`) is attributed to the device if the same device
    failed in this way before.
 """
@@ -43,14 +45,14 @@ SKEW_S = 5.0
 """Tolerance between clocks of different machines, and between a cause and its immediate effect, in either direction."""
 MAX_EVIDENCE_LINES = 4
 SMALLER_MEMORY_SHARE = 0.97
-"""A device with less than this share of the others' memory is a smaller model (row remapping costs far less)."""
+"""A device with less than this share of the other devices' memory is a smaller model; row remapping costs far less."""
 _CAPACITY = re.compile(r"total capacity of (\d{1,6}(?:\.\d{1,3})?) GiB")
 _OTHERS = re.compile(r"Process (\d{1,10}) has (\d{1,6}(?:\.\d{1,3})?) ([GM])iB memory in use")
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]{1,16}|\d{1,20}")
 
 
 class Past(Protocol):
-    """The part of an earlier verdict that is compared with the new one."""
+    """An earlier verdict, with the fields that are compared with the new verdict."""
 
     @property
     def code(self) -> str: ...
@@ -65,13 +67,14 @@ class Past(Protocol):
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict. `cause`: one sentence that begins with its subject; `code`: the kind of cause for machines (`xid
-    79`, `nccl remote`, `exit -9`); `advice`: the next step or command; `evidence`: the log lines.
+    """The verdict on an incident.
 
-    `blames_node`: the node or a part of it caused the failure, not the program and not the other end of a connection.
-    `secondary`: all lines only follow from another process's end. `ranks`: ranks that the cause concerns; `node`,
-    `device`: their place, even if it is not blamed. `at`: time in seconds since 1970, if known. `certainty`: of the
-    category, 0 to 1; a rule of thumb (`signatures`), not measured.
+    `cause`: one sentence that begins with the failed rank or node; `code`: kind of cause, for programs (`xid 79`,
+    `nccl remote`, `exit -9`); `advice`: the next step or command; `evidence`: lines of logs. `blames_node`: whether the
+    node or a part of it caused the failure, as opposed to the program or the other end of a connection. `secondary`:
+    whether all lines only followed from the end of another process. `ranks`: ranks that the cause concerns; `node`,
+    `device`: their node and device, even if not to blame. `at`: time of the cause in seconds since 1970, None if
+    unknown. `certainty`: probability that the category is right, 0 to 1; a rule of thumb (`signatures`), not measured.
     """
 
     category: Category
@@ -93,9 +96,9 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def diagnose(reports: Sequence[Report], earlier: Sequence[Past] = ()) -> Diagnosis:
-    """Return the root cause of an incident. `earlier`: previous verdicts, of this job or others.
+    """Return the verdict on an incident. `earlier`: previous verdicts of this job and of others.
 
-    The order of reports does not matter. Without any clue the category is `unknown`, and nothing is blamed.
+    The order of reports does not matter. Without any candidate the category is `unknown`, and no node is blamed.
     """
     reports = sorted(reports, key=lambda report: report.rank)
     candidates = candidates_of(reports)
@@ -119,7 +122,8 @@ def _alike(candidate: Candidate, root: Candidate) -> bool:
 
 
 class _Verdict:
-    """Words the verdict for the root cause. `same`: all candidates that say the same, including the root."""
+    """Makes the verdict for the candidate `root`. `same`: all candidates of the same kind and text, including
+    `root`."""
 
     def __init__(
         self, root: Candidate, same: Sequence[Candidate], candidates: Sequence[Candidate], reports: Sequence[Report]
@@ -161,7 +165,7 @@ class _Verdict:
         return single
 
     def _single(self) -> Diagnosis:
-        """Return the verdict about the one rank or node that reported it first."""
+        """Return the verdict about the rank or node of the root cause alone."""
         root, signature, report = self.root, self.root.signature, self.report
         return Diagnosis(
             category=signature.category,
@@ -180,7 +184,7 @@ class _Verdict:
         )
 
     def _of_all(self, single: Diagnosis, cause: str) -> Diagnosis:
-        """Return the verdict about all ranks that reported the same; without a node if they are on several."""
+        """Return the verdict about all ranks with the same cause; its node is None if they are on several nodes."""
         node = self.root.node if len(self.nodes) == 1 else None
         device = single.device if self.ranks == single.ranks else None
         return single.but(cause=cause, ranks=self.ranks, node=node, device=device)
@@ -205,7 +209,11 @@ class _Verdict:
         return self.root.signature.advice
 
     def _by_complaints(self) -> Report | None:
-        """Return the rank of a device that the kernel does not identify, if just one rank of the node complains."""
+        """Return the report of the only rank on the root's node with a clue of its own; None if there is not exactly
+        one.
+
+        Used if the kernel reports a failed device or link, but does not identify its rank.
+        """
         root = self.root
         if root.signature.component not in ("device", "link") or root.clue is None:
             return None
@@ -220,7 +228,8 @@ class _Verdict:
         return complaining[0] if len(complaining) == 1 else None
 
     def _evidence(self) -> tuple[str, ...]:
-        """Return the root's line, then those of the same rank or node, nearest to a root first; else of others."""
+        """Return the lines of the evidence: the root's, then lines of the same rank or node, the nearest to a root
+        cause first. If there are none, lines of other ranks follow."""
         root, reports_meant = self.root, (self.report, None)
         ordered = sorted(self.candidates, key=lambda candidate: candidate.order)
         near = [c.line for c in ordered if c.node == root.node and (self.report is None or c.report in reports_meant)]
@@ -230,7 +239,10 @@ class _Verdict:
         return tuple(lines[:MAX_EVIDENCE_LINES])
 
     def _node(self, single: Diagnosis) -> Diagnosis:
-        """Return the verdict about a node and all its ranks. Slurm may report a node in another node's log, unnamed."""
+        """Return the verdict about a node and all its ranks.
+
+        Slurm may report the failure of a node in the log of another node, without its name.
+        """
         named = self.root.named("node")
         if "[" in named or "," in named:
             return self._several_named_nodes(single, named)
@@ -247,25 +259,26 @@ class _Verdict:
         return single.but(cause=f"{subject}: {words}", ranks=ranks, node=node, device=None, blames_node=blames)
 
     def _several_named_nodes(self, single: Diagnosis, named: str) -> Diagnosis:
-        """Return the verdict about nodes that one line of Slurm names."""
+        """Return the verdict about several nodes that one line of Slurm names."""
         words = "Slurm lost these nodes" if self.root.kind == "node failure" else self._words()
         lost_ranks = tuple(report.rank for report in self.reports if report.ended and report.exit is None)
         cause = f"nodes {named}: {words}"
         return single.but(cause=cause, ranks=lost_ranks, node=None, device=None, blames_node=False)
 
     def _nodes_at_once(self, single: Diagnosis) -> Diagnosis:
-        """Return the verdict about nodes that say the same."""
+        """Return the verdict about several nodes with the same cause."""
         ranks = tuple(report.rank for report in self.reports if report.node in self.nodes and report.ended)
         cause = f"nodes {', '.join(sorted(self.nodes))}: {self._words()}, all at once"
         return single.but(cause=cause, ranks=ranks, node=None, device=None, blames_node=False)
 
     def _lost_node(self) -> str | None:
-        """Return the only node with a rank of which nobody saw the end; None if there is another, or none."""
+        """Return the node of all ranks that ended without a known exit status; None if there is not exactly one
+        node."""
         lost_nodes = {report.node for report in self.reports if report.ended and report.exit is None}
         return next(iter(lost_nodes)) if len(lost_nodes) == 1 else None
 
     def _device(self, single: Diagnosis) -> Diagnosis:
-        """Return the verdict about one device that several ranks share; about none if several devices fail at once."""
+        """Return the verdict about the device of several ranks; no device is blamed if several devices fail at once."""
         devices = {(report.node, report.device) for report in self.reports if report.rank in self.ranks}
         cause = f"{_rank_list(self.ranks)}: {self._words()}"
         if len(devices) == 1 and single.device is not None:
@@ -285,8 +298,10 @@ class _Verdict:
         return self._of_all(single, cause).but(certainty=max(single.certainty, 0.95))
 
     def _gpu_memory(self, single: Diagnosis) -> Diagnosis:
-        """Return the verdict about exhausted GPU memory: a smaller device than its peers', one that other processes use
-        as well, or the program."""
+        """Return the verdict about exhausted GPU memory.
+
+        The cause is a device with less memory than others, another process on the device, or the program.
+        """
         if len(self.ranks) > 1 or self.report is None:
             return self._of_all(single, f"{_rank_list(self.ranks)}: {self._words()}").but(component="script")
         line, report = self.root.line, self.report
@@ -309,7 +324,10 @@ class _Verdict:
 
 
 def _again(verdict: Diagnosis, earlier: Sequence[Past]) -> Diagnosis | None:
-    """Return the verdict against the device, if it failed before in a way that is usually the application's."""
+    """Return a verdict that blames the device if it failed before in this way or as a device; else None.
+
+    `verdict`: a failure that is usually the application's.
+    """
     before = [
         past
         for past in earlier

@@ -1,10 +1,10 @@
-"""Decides whether an exception comes from outside of the program: from storage, or from a service that it calls.
+"""Decides whether storage, or a service that the program calls, is the cause of an exception, and not the program.
 
-Such an error is raised on all ranks at once, word for word, and is still not the script's: another run may succeed.
-Exceptions are recognised by a system call's error number, by an HTTP status, or by the words and class names of common
-clients (requests, urllib3, httpx, aiohttp, botocore, google, azure, grpc, huggingface_hub, databases, licence
-managers). An error that asks for something that does not exist (404, NoSuchKey, a wrong path) or is not permitted (401,
-403) stays the program's. Called by `clues`; asks `connections` first. Pure.
+Such an exception may be raised on all ranks at once, in the same words, and the program is still not at fault: another
+run may succeed. It is recognised by the error number of a system call, by an HTTP status, or by the words and class
+names of common clients (requests, urllib3, httpx, aiohttp, botocore, google, azure, grpc, huggingface_hub, databases,
+licence managers). If the program asked for something that does not exist (404, NoSuchKey, a wrong path) or is not
+permitted (401, 403), the program is at fault. Called by `clues`; calls `connections` first. Pure.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _ERRNO = re.compile(r"\[Errno (\d{1,3})\]|\berrno[ =:]{1,3}(\d{1,3})\b")
 _FILE = re.compile(r"(?::|->) b?['\"][^'\"]{1,400}['\"]?$|\bfilename\b")
 """A quoted path at the end of the error, as Python's OSError names it, or the word "filename"."""
 STORAGE_ERRNOS = frozenset({5, 28, 30, 37, 61, 67, 70, 74, 107, 108, 116, 117, 121, 122, 126, 127, 521, 526, 528})
-"""EIO ENOSPC EROFS ENOLCK ENODATA ENOLINK ECOMM EBADMSG ENOTCONN ESHUTDOWN ESTALE EUCLEAN EREMOTEIO EDQUOT ENOKEY
-EKEYEXPIRED, and NFS' own."""
+"""Error numbers of storage: EIO ENOSPC EROFS ENOLCK ENODATA ENOLINK ECOMM EBADMSG ENOTCONN ESHUTDOWN ESTALE EUCLEAN
+EREMOTEIO EDQUOT ENOKEY EKEYEXPIRED, and those of NFS."""
 STORAGE_ERRNOS_WITH_A_FILE = frozenset({6, 11, 16, 19, 71, 100, 101, 104, 110, 111, 112, 113})
-"""Errors such as EBUSY, ENODEV and ETIMEDOUT, which are a file system's only if they name a file."""
+"""Error numbers such as EBUSY, ENODEV and ETIMEDOUT: errors of storage only if the message names a file."""
 NETWORK_ERRNOS = frozenset({-2, -3, -5, 100, 101, 102, 103, 104, 110, 111, 112, 113})
 _STORAGE = re.compile(
     r"Cannot send after transport endpoint shutdown|Structure needs cleaning|No locks available|Stale NFS file handle|"
@@ -68,7 +68,7 @@ _STATUS_OF_SOMETHING = re.compile(
     rf"(?i:(?<!exit )\bstatus(?:[ _]?(?:error|code|response))*[\"']?[ :=(]{{1,4}}{_STATUS}\b)"
 )
 _REQUEST_WORDS = re.compile(r"(?i)https?\b|response|request|download|upload|\bserver\b|\burl\b")
-"""Words that mark an HTTP status; other things have statuses too."""
+"""Words that show that a status is an HTTP status."""
 _SERVICE_CLASSES = re.compile(
     r"(?:^|[.\s])(?:EndpointConnectionError|ConnectTimeout(?:Error)?|ReadTimeout(?:Error)?|WriteTimeout|PoolTimeout|"
     r"ConnectionClosedError|ResponseStreamingError|IncompleteRead(?:Error)?|HTTPClientError|RemoteDisconnected|"
@@ -82,20 +82,20 @@ _SERVICE_CLASSES = re.compile(
     r"OverloadedError|ThrottlingException|LicenseError|LicenceError)(?::|$)"
 )
 _OFFLINE = re.compile(r"HF_HUB_OFFLINE|OfflineMode|local_files_only|outgoing traffic has been disabled")
-"""Words of an error for a connection that the program, or its environment, switched off."""
+"""Words of an error that is raised because the program, or its environment, switched connections off."""
 _TIMED_OUT = re.compile(r"^(?:[\w.]{1,64}\.)?(?:TimeoutError|timeout)(?::? ?$|: .{0,64}timed? ?out)")
-"""A timeout of a socket, to a service or to a peer: it does not say which."""
+"""A timeout of a socket, either to a service or to a peer."""
 _SQL_GONE = re.compile(r"\bOperationalError: .{0,120}(?:connection|connect to|server)", re.IGNORECASE)
 
 
 def of_exception(
     signature: Signature, error: str, raised_in: str, after: Signature | None, following: str = ""
 ) -> Signature:
-    """Return the kind of an exception, given the kind `signature` that it has without regard to connections, storage
-    and services.
+    """Return the kind of an exception with regard to connections, storage and services.
 
-    `raised_in`: the innermost file of its traceback, empty if unknown; `after`: kind of the exception that it was
-    raised from, or during which; `following`: the text below its first line.
+    `signature`: the kind by its words alone; `error`: text of the exception; `raised_in`: innermost file of the
+    traceback, empty if unknown; `after`: kind of the preceding exception in the chain, None without one; `following`:
+    the text below the exception's first line.
     """
     signature = of_connection(signature, error, raised_in, after)
     if signature not in (EXCEPTION, CONNECTION_FAILED, FILE_MISSING):

@@ -1,7 +1,8 @@
-"""Recognises trouble of a node's parts that was over again: a port that came back up, a file server that answered.
+"""Recognises that a part of a node recovered from a problem: a port came up again, a file server answered again.
 
-Decides only about a line together with a later line of the same text. `clues` asks, and reports a weaker kind if the
-later line exists. A part that recovered may still have broken a connection, so its line stays a sign. Pure.
+Compares a line that reports a problem with the later lines of the same text. If a later line reports the recovery,
+`clues` reports a weaker kind of clue. The clue is not dropped, because the problem may have broken a connection. Never
+judges an incident. Pure.
 
 Texts are those of the Linux kernel's network, bonding, NFS, NVMe and PCIe code, of mlx5, Lustre, and of NCCL.
 """
@@ -14,13 +15,17 @@ from collections.abc import Mapping
 import msgspec
 
 MAX_LINES = 256
-"""Later lines examined for each literal."""
+"""Number of later lines that are examined for each literal."""
 _LINE_CHARACTERS = 600
 
 
 class TroubleEnd(msgspec.Struct, frozen=True):
-    """How the end of one kind of trouble is reported. `part`: matches the port, server or disk in either line, in the
-    one group that matched; lines about two different parts are unrelated."""
+    """The form of lines that report the recovery from one kind of problem.
+
+    `kind`: the weaker kind of clue; `needles`: literals of which such a line contains one; `ended`: pattern of such a
+    line; `part`: pattern with the name of the port, server or disk in one of its groups, for both lines. Lines about
+    different parts are unrelated.
+    """
 
     kind: str
     needles: tuple[str, ...]
@@ -77,10 +82,9 @@ TROUBLE_ENDS: Mapping[str, TroubleEnd] = {
 
 
 def recovered_kind(kind: str, line: str, text: str, after: int) -> str | None:
-    """Return the weaker kind of a trouble that was over again; None if no later line says that the same part works
-    again.
+    """Return the weaker kind of a clue if a later line reports the recovery of the same part; else None.
 
-    `line` reports the trouble; `text` from `after` on came later.
+    `line`: line with the problem, of kind `kind`; `text`, from `after` on: the later lines.
     """
     recovery = TROUBLE_ENDS.get(kind)
     if recovery is None:
@@ -106,5 +110,5 @@ def _part(recovery: TroubleEnd, line: str) -> str:
 
 
 def _is_same(part: str, later_part: str) -> bool:
-    """Whether both lines concern the same part. A line that names none may concern any."""
+    """Return whether two lines may concern the same part; a line without the name of a part may concern any part."""
     return not part or not later_part or part == later_part

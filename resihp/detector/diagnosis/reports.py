@@ -1,7 +1,7 @@
-"""The reports of an incident, and possible causes found in them.
+"""Defines the reports of an incident, and the candidates for its root cause.
 
-Describes how a rank ended, and what a line of a log says about it. Never reads a log (`clues`), and never weighs causes
-(`diagnosis`). Called by `candidates` and `diagnosis`, and by the controller, which collects the reports. Pure.
+A report describes the end of a rank. Plain data: never reads a log (`clues`) and never chooses a cause (`diagnosis`).
+Used by `candidates` and `diagnosis`, and by the controller, which collects the reports. Pure.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from resihp.protocol.messages import Clue
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """State of one rank at its end; or, with `ended` False, of a living rank that logged something relevant.
+    """The report of one rank that ended, or, with `ended` False, of a rank that is alive and logged something relevant.
 
-    `exit`: as in subprocess, negative for a signal; None if the rank went with its node, unobserved. `at`: time at
-    which the end was noticed, seconds since 1970. `log`: tail of its log; `messages`: tails of its node's messages from
-    the kernel and Slurm; `clues`: clues already read from either on the node. `fenced`: why the controller killed it,
-    if it did. `bus`: PCI address of its device; `memory_bytes`: memory of its device.
+    `exit`: exit status as in `subprocess`, negative for a signal; None if it is unknown because the node was lost.
+    `at`: time at which the end was noticed, in seconds since 1970. `log`: tail of the rank's log; `messages`: tails of
+    the messages of the kernel and Slurm on the node; `clues`: clues that the agent found in them. `fenced`: the reason
+    if the controller killed the rank, else empty. `bus`: PCI address of the device; `memory_bytes`: memory of the
+    device.
     """
 
     rank: int
@@ -36,12 +37,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     fenced: str = ""
     memory_bytes: int | None = None
     clock: Clock | None = None
-    """How to read times in `log` and `messages`; None: only times that name their zone are read."""
+    """Facts to read the times in `log` and `messages`; None: only times with a zone are read."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A clue or an end, of a rank or of a node as such (`report` None). `at`: its time, if its line has one; `until`:
-    latest time at which it can have happened."""
+    """A candidate for the root cause: a clue or an end, of the rank of `report` or, if that is None, of the node as
+    such.
+
+    `at`: time in the clue's line, None without one; `until`: latest time at which the cause can have happened, None if
+    unknown. Both in seconds since 1970.
+    """
 
     signature: Signature
     node: str
@@ -51,7 +56,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     clue: Clue | None = None
     line: str = ""
     survived: bool = False
-    """Whether the process went on after it, or was ended by something else: evidence, but not a cause."""
+    """Whether the process continued after the clue, or something else ended it: then the clue is evidence, no cause."""
 
     @property
     def kind(self) -> str:
@@ -59,7 +64,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def order(self) -> tuple[bool, float, float, int]:
-        """Sort key: nearest to a root cause first, then the earliest."""
+        """Sort key of candidates: the nearest to a root cause first, then the earliest."""
         latest = self.until if self.until is not None else float("inf")
         return self.survived, self.signature.depth, latest, self.report.rank if self.report is not None else -1
 

@@ -1,8 +1,9 @@
-"""The meaning of lines in a worker's log and in the kernel's messages: one row of `SIGNATURES` for each kind of line.
+"""Defines the meaning of lines in workers' logs and in messages of the kernel and Slurm: the table `SIGNATURES`.
 
-Decides nothing about an incident (`diagnosis` does). A row is found by literal `needles` first, so that megabytes stay
-cheap, and is then confirmed by a pattern, which sees at most a few hundred characters around the needle and has
-bounded quantifiers only: no line takes more than linear time. The first row that matches a line gives its meaning.
+Each kind of line is a row. `clues` searches for a row's literal `needles` first, which is fast in megabytes of text,
+and then confirms the line by the row's pattern. A pattern is applied to a few hundred characters around the needle and
+has bounded quantifiers only, so that no line takes more than linear time. The first row that matches a line gives its
+meaning. This module judges no incident (`diagnosis` does).
 
 Texts are those of the Linux kernel, NVIDIA's driver (`xids`), CUDA's `cudaGetErrorString`, NCCL 2.1x-2.2x, gloo,
 PyTorch 2.x, Mellanox' mlx5 driver and Slurm 21-25. Status numbers of InfiniBand are libibverbs' `ibv_wc_status`: 5 work
@@ -25,31 +26,33 @@ Category = Literal[
 ]  # fmt: skip
 Component = Literal["process", "device", "node", "link", "script"]
 Tie = Literal["", "network", "storage", "memory", "moment", "silence", "nothing"]
-"""Condition under which a line about a node's parts can explain an end: a lost connection, a file error, a memory error
-or kill, the same moment, or the same moment while no rank logged a reason of its own; "nothing": never. See `ties`."""
+"""Condition under which a line about a part of a node can explain the end of a process (`ties`). "": none. "network": a
+lost connection. "storage": a file error. "memory": a memory error or a kill. "moment": the line was written shortly
+before the end. "silence": as "moment", and no rank logged a reason of its own. "nothing": it never explains an end."""
 
 
 class Depth(IntEnum):
-    """How near a line is to a root cause. Of lines of about the same time, the lowest depth gives the cause."""
+    """Distance of a line from the root cause. Of lines with about the same time, the one with the lowest depth is
+    chosen."""
 
     NAMED = 0
-    """Kernel, driver or Slurm name the part that failed."""
+    """The kernel, a driver or Slurm names the failed part."""
     REPORTED = 1
-    """A library reports what was done to it."""
+    """A library or the kernel reports a specific error."""
     RAISED = 2
     """The program raised an exception of its own."""
     EXIT = 3
-    """Only how the process ended."""
+    """The exit status of a process, without another reason."""
     SIGN = 4
-    """Ends nothing by itself, or has several possible causes."""
+    """A problem that ends no process by itself, or has several possible causes."""
     TRANSFER = 5
-    """Observation of a connection: the other end may be dead, or the path to it."""
+    """A problem of a connection: the other end, or the path to it, may have failed."""
     AFTER = 6
-    """Follows from another process's end."""
+    """A consequence of the end of another process."""
 
 
 class Defaults(msgspec.Struct, frozen=True):
-    """Values that hold for a category unless a row overrides them."""
+    """Default values of the rows of a category."""
 
     component: Component
     blames: bool
@@ -78,9 +81,14 @@ CATEGORY_DEFAULTS: Mapping[Category, Defaults] = {
 
 
 class Signature(msgspec.Struct, frozen=True):
-    """A kind of line. `words`: end of the sentence that begins with the failed rank or node; may contain named groups
-    of the pattern. `raised`: only if the line ends a Python traceback. `node_wide`: written by the kernel or Slurm, not
-    by the process that it may concern."""
+    """A kind of line, and its meaning; a row of `SIGNATURES`.
+
+    `words`: rest of a sentence that begins with the failed rank or node, with named groups of the pattern in braces.
+    `needles`: literals of which a line contains one; `pattern`: confirms the line, None if the needle suffices.
+    `component`: the failed component; `blames`: whether the node is at fault; `certainty`: of the category, 0 to 1.
+    `raised`: whether only the last line of a Python traceback counts. `node_wide`: whether the kernel or Slurm writes
+    the line, not the process that it concerns. `tie`: condition under which the line can explain an end.
+    """
 
     kind: str
     category: Category
@@ -96,7 +104,7 @@ class Signature(msgspec.Struct, frozen=True):
     node_wide: bool = False
     tie: Tie = ""
     preceding: re.Pattern[str] | None = None
-    """Searched in the preceding lines for names that the line itself lacks."""
+    """Pattern that is searched in the preceding lines, for named groups that the line itself lacks."""
 
 
 def _row(
@@ -461,7 +469,7 @@ SIGNATURES: tuple[Signature, ...] = (
     *(*_CUDA, *_NCCL, *_HOST, *_SECONDARY, *_PROGRAM),
 )
 KERNEL_KINDS = frozenset(row.kind for row in _KERNEL)
-"""Kinds that only the kernel writes: in a program's log they are quotations."""
+"""Kinds of lines that only the kernel writes; in a program's log they are quotations."""
 _BY_KIND = {signature.kind: signature for signature in SIGNATURES}
 EXCEPTION, CONNECTION_FAILED, PEER_CLOSED = (_BY_KIND[k] for k in ("exception", "connection failed", "peer closed"))
 FILE_MISSING, STORAGE_FAILED, SERVICE_FAILED, NO_GPU = (
@@ -480,7 +488,7 @@ USUALLY_THE_PROGRAM = frozenset(
     }
     | {"exit -4", "exit -7", "exit -8", "exit -11"}
 )
-"""Kinds that usually come from the application, but from the device if one device shows them repeatedly."""
+"""Kinds of failures that the application usually causes; if they repeat on one device, that device is the cause."""
 
 
 def _of_xid(xid: Xid) -> Signature:
@@ -506,12 +514,13 @@ _XIDS = {f"xid {code}": _of_xid(xid) for code, xid in XIDS.items()}
 
 
 def xid_of(code: int) -> Xid:
-    """Return the catalogue's row; for a code that it lacks, a row with the number and without blame."""
+    """Return the row of an Xid code; for a code that NVIDIA's catalogue lacks, a row with the role `sign`."""
     return XIDS.get(code) or Xid(code, "", "an Xid that NVIDIA's catalogue does not list", "", "sign")
 
 
 def signature_of(kind: str) -> Signature | None:
-    """Return the row of a clue's kind, including `xid 79` and the like; None for a kind of another version."""
+    """Return the row of a kind of clue, including Xids such as `xid 79`; None for an unknown kind of another
+    version."""
     signature = _BY_KIND.get(kind) or _XIDS.get(kind)
     if signature is None and kind.startswith("xid ") and kind[4:].isascii() and kind[4:].isdigit():
         return _of_xid(xid_of(int(kind[4:])))

@@ -1,8 +1,8 @@
-"""Decides whether a line about a node's network, disks or file servers can have led to its processes' ends.
+"""Decides whether a problem of a node's network, disks, file servers or memory can have led to the ends of processes.
 
-A port that is down, or a file server that does not answer, is the cause only if a process lost a connection or a file,
-or hung: never if the process was killed by a signal from outside, and never if it failed for a reason of its own.
-Called by `candidates`. Pure.
+A port that is down, or a file server that does not answer, is a possible cause only if a process lost a connection or a
+file, or hung. It is not if the process was killed by a signal from outside, or failed for a reason of its own. Never
+chooses the root cause. Called by `candidates`. Pure.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from resihp.detector.diagnosis.signatures import Depth, Signature
 from resihp.protocol.messages import ABORT_STATUS, Clue
 
 MOMENT_S = 60.0
-"""A line older than this before an end is not tied to it by time alone."""
+"""Longest time, in seconds, from a line to an end at which the time alone links them."""
 
 _NETWORK_WORDS = re.compile(r"(?i)connect|timed? ?out|network|unreachable|socket|transport|\bNCCL\b|\bgloo\b")
 _STORAGE_WORDS = re.compile(r"\b(?:OS|IO|EOF|Timeout)Error\b|I/O|Errno \d|timed? ?out|truncated|corrupt|BadZip")
 _KINDS_FROM_A_LIVING_PEER = ("peer closed", "nccl remote", "launcher", "interrupted transfer")
-"""Kinds of lines that report a peer's end. A peer that closes a connection can be reached, so they indicate a broken
-link only at that moment."""
+"""Kinds of lines that report the end of a peer. A peer that closes a connection can be reached, so that such a line is
+evidence of a broken link only at that moment."""
 _OWN_SIGNALS = (signals.SIGKILL, signals.SIGSEGV, signals.SIGILL, signals.SIGFPE)
-"""Signals to which no broken connection and no file server leads. Others may follow from another rank's end."""
+"""Signals that no broken connection and no file server causes. Other signals may follow from the end of another
+rank."""
 _MEMORY_WORDS = re.compile(r"[Kk]illed|SIGKILL|\bEOFError|died|terminated|exit(?:ed)? unexpectedly|[Mm]emory")
-"""Words of an exception that follows from the end of a child or helper, which the kernel may have killed for memory."""
+"""Words of an exception after the end of a child process, which the kernel may have killed for lack of memory."""
 _ABSOLUTE = re.compile(r"['\"]/")
 _FILE_KINDS = ("import", "file missing", "broken file", "loader ended")
 
 
 class Ending(Protocol):
-    """The part of a rank's report that ties depend on."""
+    """The end of a rank: the fields of its report that this module needs."""
 
     @property
     def ended(self) -> bool: ...
@@ -45,17 +46,21 @@ class Ending(Protocol):
 
 
 class Endings(msgspec.Struct):
-    """How all ranks of an incident ended, as far as ties need it. `at_any_time`: ties whose lines can have led to an
-    end at any age; `at_the_moment`: only at that moment; `against`: ties that an end of another cause rules out."""
+    """Summary of the ends of all ranks of an incident, as sets of ties ("network", "storage", "memory").
+
+    `at_any_time`: ties with lines that can have led to an end whenever they were written; `at_the_moment`: only if
+    written within `MOMENT_S` before the end; `against`: ties that an end with another cause rules out.
+    """
 
     at_any_time: set[str]
     at_the_moment: set[str]
     against: set[str]
     spoken: bool = False
-    """Whether any rank logged a reason, or the peer that it lost."""
+    """Whether any rank logged a reason of its end, or the loss of a peer."""
 
     def allow(self, signature: Signature, age_s: float | None) -> bool:
-        """Whether a line of this kind and age before the end can be a cause."""
+        """Return whether a line of this kind can be a cause. `age_s`: seconds from the line to the end; None:
+        unknown."""
         tie = signature.tie
         of_that_moment = age_s is None or age_s <= MOMENT_S
         if not tie or (tie == "moment" and of_that_moment):
@@ -72,7 +77,7 @@ class Endings(msgspec.Struct):
 
 
 def ends_of(reports: Iterable[tuple[Ending, Sequence[tuple[Signature, Clue]]]]) -> Endings:
-    """Sum up the ends of all ranks, each with the clues of its own log."""
+    """Return the summary of the ends of all ranks, each given with the clues in its own log."""
     ends = Endings(set(), set(), set())
     for report, own in reports:
         _add(ends, report, own)

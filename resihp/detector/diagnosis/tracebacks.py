@@ -1,9 +1,8 @@
-"""Finds the exceptions that end a traceback, in any of the forms in which it may be printed.
+"""Finds the exceptions at the ends of tracebacks, in any of the forms in which programs print tracebacks.
 
-Reads Python's own tracebacks, also behind a prefix (`[rank3]: `, a time) and interleaved with lines of other ranks,
-those of exception groups, loguru's (`> File`), rich's boxes, and those that a logger wrote into one line of JSON.
-Does not interpret an exception. Called by `clues`. Takes time linear in the text.
-"""
+Reads Python's own form, also with a prefix (`[rank3]: `, a time) or interleaved with lines of other ranks, exception
+groups, loguru's form (`> File`), rich's boxes, and tracebacks in one line of JSON. Never interprets an exception.
+Called by `clues`. The time is linear in the text."""
 
 from __future__ import annotations
 
@@ -13,10 +12,11 @@ from typing import NamedTuple
 
 TRACEBACK_TITLE = "Traceback (most recent call last)"
 STRUCTURED_MARK = '"exc_type"'
-"""Key with which structlog begins an exception that it writes as a JSON object."""
+"""First key of the JSON object that structlog writes for an exception."""
 MAX_LINES = 400
+"""Highest number of lines of a traceback that are read."""
 MAX_BOX_LINES = 4000
-"""With the values of all variables, rich prints many lines per frame."""
+"""Highest number of lines of a box that are read. With the values of variables, rich prints many lines per frame."""
 MAX_JSON_CHARACTERS = 16_000
 _LINE_CHARACTERS = 600
 _PREFIX_CHARACTERS = 120
@@ -37,8 +37,11 @@ _STRUCTURED = re.compile(r'"exc_type": ?"([\w.<>]{1,200})", ?"exc_value": ?"((?:
 
 
 class TracebackEnd(NamedTuple):
-    """An exception that ends a traceback. `error`: start of its text, behind a prefix such as `[rank5]: `; `words`: its
-    text if that is not one line of the log; `file`: file of its innermost frame."""
+    """An exception at the end of a traceback.
+
+    `error`: position of the exception's text, after a prefix such as `[rank5]: `. `chained`: whether another exception
+    precedes it in a chain. `file`: file of the innermost frame, empty if unknown. `words`: the exception's text if it
+    is not one line of the log, else empty."""
 
     error: int
     chained: bool
@@ -49,10 +52,9 @@ class TracebackEnd(NamedTuple):
 def exceptions(
     text: str, titles: Iterable[tuple[int, int]], structured: Iterable[tuple[int, int]]
 ) -> dict[int, TracebackEnd]:
-    """Return the exceptions by the start of their lines.
+    """Return all exceptions at the ends of tracebacks, by the start of their lines.
 
-    `titles`, `structured`: places of `TRACEBACK_TITLE` and `STRUCTURED_MARK` in the text, each with the start of its
-    line.
+    `titles`, `structured`: (start of line, place) of each `TRACEBACK_TITLE` and each `STRUCTURED_MARK` in the text.
     """
     ends: dict[int, TracebackEnd] = {}
     for start, at in titles:
@@ -71,7 +73,7 @@ def exceptions(
 
 
 def _without_groups(text: str, ends: dict[int, TracebackEnd]) -> dict[int, TracebackEnd]:
-    """Drop exception groups: a group says less than the exceptions in it, which follow."""
+    """Drop exception groups, because the exceptions of a group follow it and are more specific."""
     starts = sorted(ends)
     for start in starts[:-1]:
         end = ends[start]
@@ -111,7 +113,7 @@ def _plain(text: str, start: int, at: int) -> dict[int, TracebackEnd]:
 
 
 def _in_ray_task(text: str, outer: int, prefix: str) -> dict[int, TracebackEnd]:
-    """Return the exception that ended a Ray task; it stands below the frames of the task without a title of its own."""
+    """Return the exception that ended a Ray task. It is printed below the frames of the task, without a title."""
     innermost = ""
     for line, bare in _lines_with(text, text.find("\n", outer) + 1, prefix):
         if text[bare : bare + 1] not in (" ", "\t", "\n", ""):
@@ -123,9 +125,10 @@ def _in_ray_task(text: str, outer: int, prefix: str) -> dict[int, TracebackEnd]:
 
 
 def _lines_with(text: str, line: int, prefix: str) -> Iterator[tuple[int, int]]:
-    """Yield the starts of the lines that have this prefix, and where the rest of each begins.
+    """Yield (start of line, start of the text after the prefix) for the lines with `prefix`, from `line` on.
 
-    A line without the prefix is another process's if the prefix names a process; else the traceback was cut off.
+    If the prefix names a process, lines without it are another process's and are skipped. Otherwise a line without it
+    ends the traceback.
     """
     stamp = _STAMP.match(prefix)
     rest = prefix[stamp.end() :] if stamp is not None else prefix
@@ -151,8 +154,10 @@ def _bare(text: str, line: int, prefix: str, behind_stamp: str | None) -> int | 
 
 
 def _sub_exceptions(text: str, group: int, prefix: str, file: str) -> dict[int, TracebackEnd] | None:
-    """Return the exceptions of a group that have no traceback of their own; the others are found by theirs. None if the
-    group shows no exceptions: then its own line is the only one."""
+    """Return the exceptions of a group that have no traceback of their own; the others are found by their tracebacks.
+
+    None if the group lists no exceptions, so that only its own line remains.
+    """
     margin = prefix.removesuffix("| ")
     ends: dict[int, TracebackEnd] = {}
     has_members = False
@@ -180,7 +185,7 @@ def _sub_exceptions(text: str, group: int, prefix: str, file: str) -> dict[int, 
 
 
 def _after_box(text: str, start: int, at: int) -> dict[int, TracebackEnd]:
-    """Return the exception below a box; rich may have wrapped its text at the box's width."""
+    """Return the exception that rich prints below a box; its text may be wrapped at the width of the box."""
     corner = text.find("╭", start, at)
     corner = corner if corner >= 0 else text.find("+--", start, at)
     prefix = text[start:corner]
@@ -209,7 +214,7 @@ def _after_box(text: str, start: int, at: int) -> dict[int, TracebackEnd]:
 
 
 def _wrapped(text: str, bare: int, prefix: str, width: int) -> str:
-    """Return an error's text over several lines: each but the last is about as wide as the box."""
+    """Return the text of an error that is wrapped over several lines, each but the last about as wide as the box."""
     if "│" in prefix or "|" in prefix:  # inside another box, whose border ends each line
         return text[bare : _line_end(text, bare)].rstrip(" │|")
     words = text[bare : _line_end(text, bare)].rstrip()
@@ -235,7 +240,7 @@ def _is_escaped(text: str, at: int) -> bool:
 
 
 def _in_json(text: str, start: int, at: int) -> dict[int, TracebackEnd]:
-    """Return the last of the exceptions that are written with `\\n` as line end."""
+    """Return the last exception in one line of JSON, in which `\\n` stands for a line end."""
     end = text.find("\n", at, at + MAX_JSON_CHARACTERS)
     escaped = text[at : end if end >= 0 else at + MAX_JSON_CHARACTERS]
     words, file, frames, chained = "", "", False, False
@@ -266,6 +271,6 @@ def _is_chained(text: str, start: int) -> bool:
 
 
 def _line_end(text: str, start: int) -> int:
-    """Return the end of the line that contains `start`, or of the part of it that is examined."""
+    """Return the end of the line that contains `start`, but at most `start` + `_LINE_CHARACTERS`."""
     end = text.find("\n", start, start + _LINE_CHARACTERS)
     return end if end >= 0 else min(start + _LINE_CHARACTERS, len(text))

@@ -1,7 +1,8 @@
-"""NVIDIA's Xid codes: meaning, NVIDIA's advice, and the part that we take to be the cause. Facts, for `signatures`.
+"""Lists NVIDIA's Xid codes: their meaning, NVIDIA's advice, and the part of the node that is the likely cause.
 
-Source of code, mnemonic, description and resolution: the Xid catalogue (docs.nvidia.com/deploy/xid-errors, column
-"Immediate Action" for A100 and newer), descriptions shortened. `role` is ours:
+A table for `signatures`; judges no incident. Code, mnemonic, description and resolution are from NVIDIA's Xid catalogue
+(docs.nvidia.com/deploy/xid-errors, column "Immediate Action" for A100 and newer), with descriptions shortened. `role`
+is resihp's own assessment:
 
 =========== ========================================================================================================
 `device`    the GPU, its memory, its power or its place on the bus: the node is the cause
@@ -24,7 +25,7 @@ Role = Literal["device", "link", "program", "sign", "secondary", "notice"]
 
 
 class Xid(msgspec.Struct, frozen=True):
-    """One Xid code. `resolution`: NVIDIA's class of immediate action, empty where the catalogue has none."""
+    """One Xid code. `resolution`: NVIDIA's class of immediate action, empty if the catalogue has none."""
 
     code: int
     mnemonic: str
@@ -170,7 +171,7 @@ RESOLUTION_ADVICE: Mapping[str, str] = {
     "WORKFLOW_NVLINK5_ERR": "drain the node, nvidia-smi nvlink -e, reset all its GPUs; dcgmi diag -r 3 if it repeats",
     "XID_154": "do what the line says: nothing, GPU reset, node reboot, or drain",
 }
-"""Advice by the catalogue's class of resolution; `{bus}` is the GPU's PCI address."""
+"""Advice by NVIDIA's class of immediate action; `{bus}` stands for the GPU's PCI address."""
 
 
 def advice(xid: Xid, bus: str) -> str:

@@ -1,8 +1,7 @@
-"""The findings of `resihp analyze` about a file: facts, and their JSON exactly as in the interface. Pure; decides
-nothing.
+"""Defines the result of `resihp analyze` for a file, and its JSON. Pure; judges nothing.
 
-Made by `resihp.detector.offline.series` (logs and CSV) and `resihp.detector.offline.operations` (per-operation traces),
-shown by `wrapper.commands.analyze`.
+Made by `resihp.detector.offline.series` (logs and CSV) and `resihp.detector.offline.operations` (per-operation traces);
+printed by `wrapper.commands.analyze`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Verdict = Literal["fail-slow", "recovered", "workload"]
 
 
 class Where(msgspec.Struct, frozen=True, kw_only=True):
-    """The suspected place, as far as the data shows it."""
+    """The suspected place: data-parallel rank, stage and rank; None for a part that the data does not show."""
 
     dp: int | None = None
     stage: int | None = None
@@ -28,29 +27,37 @@ class Where(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpeedChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A change that began with `iteration` of a run and was known after `detected_at`."""
+    """A slow-down, a recovery, or a change of workload."""
 
     run: int
+    """Number of the run in the file, from 0."""
     iteration: int
+    """First iteration of the change."""
     detected_at: int
+    """Iteration after which an observer would have known of the change."""
     end: int | None = None
-    """First iteration after it; None if it lasts to the end of the run, and for a recovery."""
+    """First iteration after the change; None if it lasts to the end of the run, and for a recovery."""
     change: float
-    """Iteration time over the former one, minus 1: of a fail-slow against healthy, of a recovery against slow (< 0)."""
+    """Iteration time over the former iteration time, minus 1: of a slow-down relative to healthy, of a recovery
+    relative to slow (below 0)."""
     verdict: Verdict
     where: Where | None = None
     cost_seconds: float | None = None
-    """For a fail-slow: seconds lost by it, if all wait for the slow part; None if unknown."""
+    """For a slow-down: seconds that the job lost if all ranks waited for the slow part; None if unknown."""
     sizes: tuple[tuple[int, float], ...] = ()
-    """If its size changed while it lasted: first iteration and change of each part, including the first."""
+    """If the size changed during the slow-down: first iteration and `change` of each part, in order; else empty."""
     ranks: tuple[int, ...] = ()
-    """If several ranks became slow together, by about the same factor: all of them; `where` is then None."""
+    """Ranks that became slow together, by about the same factor; `where` is then None. Empty for a single rank."""
     confidence: float = 1.0
-    """Confidence of the finding; not in the JSON."""
+    """Probability that the finding is right; not in the JSON."""
 
 
 class RankScore(msgspec.Struct, frozen=True, kw_only=True):
-    """min(slow-down of its dp rank, slow-down of its stage), each with everything but that one idealised."""
+    """The slow-down of the rank at a data-parallel rank and a stage.
+
+    It is the lower of two simulated slow-downs: that of the data-parallel rank, and that of the stage, each with ideal
+    durations of all other operations.
+    """
 
     dp: int
     stage: int
@@ -58,13 +65,13 @@ class RankScore(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Analysis(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that `resihp analyze FILE --json` prints, and remarks for the reader. Seconds."""
+    """The result of `resihp analyze` for a file. All times in seconds."""
 
     kind: Kind
     runs: int
     iterations: int
     healthy_seconds: float
-    """Median iteration time while nothing is wrong."""
+    """Median iteration time while nothing is slow."""
     events: tuple[SpeedChange, ...] = ()
     ranks: tuple[RankScore, ...] = ()
     slowdown: float | None = None
@@ -72,18 +79,18 @@ class Analysis(msgspec.Struct, frozen=True, kw_only=True):
     mw: float | None = None
     ms: float | None = None
     known: str = "plain times"
-    """Basis of healthy times: `plain times` (robust statistics of the times alone), `workload`, `peers`."""
+    """Basis of healthy times: `plain times` (iteration times alone), `workload`, or `peers` (other ranks)."""
     remarks: tuple[str, ...] = ()
-    """Facts needed to read the figures: lines left out, times that are means over several iterations."""
+    """Remarks for the reader, such as lines left out, or times that are means over several iterations."""
 
 
 def ranked(events: Sequence[SpeedChange]) -> list[SpeedChange]:
-    """Sort slow-downs by descending cost; then all other events, and those of unknown cost, in their order."""
+    """Return the events: slow-downs by descending cost, then slow-downs of unknown cost, then all others, in order."""
     return sorted(events, key=lambda event: -(event.cost_seconds or 0.0) if event.verdict == "fail-slow" else math.inf)
 
 
 def as_json(analysis: Analysis) -> dict[str, Any]:
-    """Return the object that `--json` prints. The printer turns numbers that are not finite into null."""
+    """Return the JSON object of `resihp analyze --json`. NaN and infinities become null when it is printed."""
     return {
         "schema": SCHEMA_VERSION,
         "kind": analysis.kind,

@@ -1,7 +1,7 @@
-"""A series in parts: the level of its healthy values around a place, and the noise within parts. Pure.
+"""Divides a series into parts, and judges whether a part is slow compared with the healthy values around it. Pure.
 
-Decides where parts begin and end, and whether a part is slow by its own level. Never reports an event (`hindsight`).
-Used by `resihp.detector.offline.hindsight`; a sequential test fills `SeenTimes`.
+It estimates the level of healthy values around a place, and the noise within parts. Never reports an event: its caller
+`resihp.detector.offline.hindsight` does.
 """
 
 from __future__ import annotations
@@ -19,62 +19,71 @@ from resihp.detector.sequential.densities import DECILE_RANGE_SIGMAS, Floats
 State = Literal["healthy", "slow", "excused"]
 
 MIN_STANDARD_ERRORS = 4.2
-"""Standard errors by which a slow-down as a whole has to stand out; the largest of some thousand excursions of noise is
-at about 3.5."""
+"""Smallest significance of a reported slow-down as a whole, in standard errors. The largest of several thousand
+excursions of noise has about 3.5."""
 
 EXTRA_SHORT_ERRORS = 6.0
-"""Additional standard errors for a short slow-down, divided by its number of values: tails weigh more in few values."""
+"""Additional standard errors for a short slow-down, divided by its number of values: tails matter more in few
+values."""
 
 MIN_LATE_ERRORS = 3.0
-"""Standard errors for a slow-down that began less than LATE_VALUES before the end of the file and was not over."""
+"""Smallest significance, in standard errors, of a slow-down that began less than LATE_VALUES values before the end of
+the file and has not ended."""
 
 LATE_VALUES = 20
 
 NEIGHBOUR_VALUES = 60
-"""Healthy values on either side with which a slow-down is compared."""
+"""Number of healthy values before and after a slow-down with which it is compared."""
 
 REFERENCE_VALUES = 240
-"""Healthy values before a part that decide whether it is slow; many, so that they do not follow a ramp."""
+"""Number of healthy values before a part with which it is compared; large, so that they do not follow a slow ramp."""
 
 MAX_HICCUP_VALUES = 6
-"""A slow-down of at most this many values is a hiccup: an evaluation, a checkpoint, the settling after a restart."""
+"""A slow-down of at most this many values is a hiccup: an evaluation, a checkpoint, the time after a restart."""
 
 SKIPPED_VALUES = 3
-"""Number of first values that are not used as reference."""
+"""Number of first values that are never used for comparison."""
 
 MIN_PART_VALUES = 12
-"""Smallest size of a part that only hindsight finds, in values."""
+"""Smallest number of values of a part that is found without a turn of the sequential test."""
 
 MIN_SHIFT_SHARE = 0.8
-"""Share of the smallest reported shift that a slow-down must measure: its true size may be larger."""
+"""Smallest measured shift of a reported slow-down, as a share of the smallest reported shift: the true one may be
+larger."""
 
 MIN_HEALTHY_VALUES = 8
-"""Number of healthy values that a comparison needs."""
+"""Smallest number of healthy values for a comparison."""
 
 NOISE_FLOOR = 0.003
 """Lower bound of a series' noise, log units."""
 
 CHUNK_VALUES = 100
-"""Values over which a level may wander as part of the noise."""
+"""Number of values over which the noise is measured; a slower wandering of the level is not part of the noise."""
 
 MAX_REMAINING_SHARE = 0.25
 """Share of a slow-down that may remain after its end."""
 
 SEARCH_VALUES = 10
-"""Values around a turn in which its exact place is searched."""
+"""Number of values around a turn in which its exact place is searched."""
 
 
 class SeenTimes(msgspec.Struct, frozen=True, eq=False):
-    """The values of a sequential test: (n,) iterations; (n,) logs of seconds, without the part of peers or workload
-    where that is taken out; (n,) seconds."""
+    """The values that a sequential test took; all arrays have shape (n,).
+
+    `values`: logs of seconds, minus the part that peers or the workload explain if it is known; `seconds`: the same
+    without logarithm.
+    """
 
     iterations: npt.NDArray[np.int64]
     values: Floats
     seconds: Floats
 
     def iterations_in(self, first: int, end: int) -> int:
-        """Return the number of iterations that the times from `first` up to `end` stand for, since not every iteration
-        need have a time: each stands for those up to the next, the last for as many as the one before it."""
+        """Return the number of iterations from value `first` up to, but without, value `end`.
+
+        Not every iteration has a value: each value represents the iterations up to the next value, and the last value
+        as many as the one before it.
+        """
         gaps = np.diff(self.iterations)
         around = gaps[max(end - 2, 0) : end] if end - first < 2 else gaps[end - 2 : end - 1]
         return int(self.iterations[end - 1] - self.iterations[first] + (around.min() if around.size else 1))
@@ -84,7 +93,7 @@ class SeenTimes(msgspec.Struct, frozen=True, eq=False):
 
 
 class Stretch(msgspec.Struct, frozen=True):
-    """Values between two turns: from `first` up to, but without, `end`, as places in a `SeenTimes`."""
+    """A part of a series: the values of a `SeenTimes` from index `first` up to, but without, index `end`."""
 
     first: int
     end: int
@@ -96,7 +105,7 @@ class Stretch(msgspec.Struct, frozen=True):
 
 
 class Background:
-    """A series in parts: the level of the healthy ones around a place, and the noise within parts."""
+    """A series in parts: gives the level of its healthy parts around a place, and the noise within parts."""
 
     def __init__(self, series: SeenTimes, parts: Sequence[Stretch]) -> None:
         self.series = series
@@ -107,7 +116,7 @@ class Background:
                 healthy[part.first : part.end] = False
         self._places = np.flatnonzero(healthy)
         self.noise, self.correlation = NOISE_FLOOR, 0.0
-        """Standard deviation of a value, and its correlation with the one before."""
+        """Lag-one correlation of the values; `noise` is the standard deviation of a value within a part, log units."""
         chunks = [
             chunk - np.median(chunk)
             for part in parts
@@ -125,19 +134,19 @@ class Background:
         self.correlation = min(max(rho + (1 + 4 * rho) / rest.size, 0.0), 0.9)
 
     def around(self, first: int, end: int) -> Floats:
-        """Return the healthy values before and after values `first` up to `end`."""
+        """Return the nearest healthy values before `first` and from `end` on."""
         return np.asarray(self.series.values[np.concatenate([self.before(first), self.after(end)])])
 
     def before(self, place: int) -> npt.NDArray[np.intp]:
-        """Return the places of the last healthy values before `place`."""
+        """Return the indices of the last healthy values before index `place`."""
         return self._places[self._places < place][-NEIGHBOUR_VALUES:]
 
     def after(self, place: int) -> npt.NDArray[np.intp]:
-        """Return the places of the first healthy values from `place` on."""
+        """Return the indices of the first healthy values from index `place` on."""
         return self._places[self._places >= place][:NEIGHBOUR_VALUES]
 
     def level(self, values: Floats) -> float:
-        """Return the mean of values, with those far from their median clipped."""
+        """Return a robust mean of values: values far from the median are clipped."""
         middle = float(np.median(values))
         reach = 2.5 * max(self.noise, 1.4826 * float(np.median(np.abs(values - middle))))
         return float(np.clip(values, middle - reach, middle + reach).mean())
@@ -149,13 +158,16 @@ class Background:
 
     @property
     def widening(self) -> float:
-        """Factor by which means of these correlated values scatter more than means of independent ones."""
+        """Factor by which means of the values scatter more, because consecutive values are correlated."""
         return math.sqrt((1 + self.correlation) / (1 - self.correlation))
 
     # --- parts ------------------------------------------------------------------------------------------------------
 
     def divided(self, part: Stretch) -> list[Stretch]:
-        """Cut a part where its two sides differ most, repeatedly while they differ (binary segmentation)."""
+        """Cut a part where its two sides differ most, and again each side, while they differ significantly.
+
+        This is binary segmentation. Returns the part itself if its sides do not differ.
+        """
         if part.state == "excused" or part.size < 2 * MIN_PART_VALUES:
             return [part]
         values = self.series.values[part.first : part.end]
@@ -173,7 +185,7 @@ class Background:
         return [*self.divided(Stretch(part.first, cut, part.state)), *self.divided(Stretch(cut, part.end, part.state))]
 
     def united(self, parts: Sequence[Stretch]) -> list[Stretch]:
-        """Merge neighbours whose difference may be noise, the most similar ones first."""
+        """Merge neighbouring parts that do not differ significantly, the most similar ones first."""
         kept = list(parts)
         borders = [self._border(kept, i) for i in range(len(kept) - 1)]
         while borders and min(borders) < 0:
@@ -186,7 +198,7 @@ class Background:
         return kept
 
     def _border(self, parts: Sequence[Stretch], i: int) -> float:
-        """Return by how much the certainty of the border behind part `i` exceeds the required one."""
+        """Return the significance of the border after part `i` minus the required significance, in standard errors."""
         left_part, right_part = parts[i], parts[i + 1]
         if "excused" in (left_part.state, right_part.state):
             return 0.0
@@ -201,7 +213,10 @@ class Background:
         )
 
     def classified(self, parts: Sequence[Stretch], least: float) -> list[Stretch]:
-        """Mark each part slow or healthy against the healthy ones before it; the first healthy part cannot be slow."""
+        """Return the parts, each marked slow or healthy by comparison with the healthy parts before it.
+
+        The first part is healthy, because there is nothing to compare it with.
+        """
         classified: list[Stretch] = []
         places = np.arange(0)
         before = 0.0
@@ -223,13 +238,16 @@ class Background:
         return classified
 
     def located(self, i: int, parts: Sequence[Stretch]) -> Stretch:
-        """Return a part with its ends moved to the most probable places of the changes."""
+        """Return part `i` with both ends moved to the most probable places of the changes."""
         first = self._turn(parts[i - 1], parts[i]) if i else parts[0].first
         end = self._turn(parts[i], parts[i + 1]) if i + 1 < len(parts) else parts[i].end
         return Stretch(first, end, parts[i].state)
 
     def _turn(self, left_part: Stretch, right_part: Stretch) -> int:
-        """Return the turn between two parts, near their border, or in the first half of a long second part."""
+        """Return the most probable place of the change between two parts.
+
+        It is searched near their border, and in the first half of a long second part.
+        """
         values = self.series.values
         first, end = (
             max(left_part.first + 1, right_part.first - SEARCH_VALUES),
@@ -246,7 +264,10 @@ class Background:
         return first + int(np.argmax(np.cumsum(gains[::-1])[::-1]))
 
     def stands(self, span: Sequence[Stretch], least: float, more: float) -> bool:
-        """Whether a slow-down stands as a whole; `more`: additional standard errors."""
+        """Return whether a slow-down as a whole is large and significant enough to be reported.
+
+        `more`: additional standard errors that are required.
+        """
         first, end = span[0].first, span[-1].end
         values, others = self.series.values[first:end], self.around(first, end)
         lasts = end >= self.series.values.size

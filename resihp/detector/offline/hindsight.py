@@ -1,13 +1,14 @@
-"""Judges the changes noticed in a series again, once the file is read to its end. Pure; called for each series.
+"""Judges the changes of a series again after the file has been read to its end. Pure.
 
-A sequential test that finds a slow-down within a few iterations sometimes takes noise for one. The rest of the file
-shows the difference: a real slow-down stands out from the healthy times around it as a whole, by its mean and by its
-median. The series is therefore cut where the test noticed a turn, and, for shifts milder than noise that last, where
-its halves differ most; parts that noise may have separated are united again; and each part is healthy or slow by its
-own level.
+A sequential test that finds a slow-down within a few iterations sometimes takes noise for a slow-down. The rest of the
+file shows the difference: a real slow-down as a whole, by its mean and by its median, differs from the healthy times
+around it. The series is therefore cut into parts, at the changes that the test noticed, and, to find lasting shifts
+smaller than the noise, where both sides differ most. Parts that differ only by noise are merged again. Each part is
+then healthy or slow by its own level.
 
-Decides which slow-downs stand, with their spans, sizes and costs. Never reports one earlier than an observer of the
-times could have noticed it. Used by `resihp.detector.offline.series` and `resihp.detector.offline.workers`.
+This module decides on the slow-downs that are reported, with their onsets, ends, sizes and costs. It never dates the
+detection of a slow-down earlier than an observer of the times could have noticed it. Used by
+`resihp.detector.offline.series`.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from resihp.detector.offline.background import (
 )
 
 LATER_CONFIDENCE = 0.999
-"""Confidence of a slow-down that the test itself had not noticed."""
+"""Confidence of a slow-down that the sequential test did not notice."""
 SETTLING_VALUES = 40
-"""Number of first values in which a fall is the end of the start-up."""
+"""Number of first values in which a fall is the end of the start-up, not a recovery."""
 REFINEMENT_ROUNDS = 3
 
 
@@ -46,15 +47,18 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """Iteration of the onset; `detected_at` is an iteration as well."""
     detected_at: int
     state: State
-    """State of the series from then on, according to the test. "excused": slow for a known reason."""
+    """State of the series from `onset` on, according to the test. "excused": slow for a known reason."""
     confidence: float = 1.0
 
 
 def judged(
     turns: Sequence[Turn], series: SeenTimes, least: float, *, among: int = 1, run: int = 0, where: Where | None = None
 ) -> list[SpeedChange]:
-    """Return the slow-downs of a series and their ends, in order. `least`: smallest reported shift, log units. `among`:
-    number of series that are examined; the more, the further must each slow-down stand out."""
+    """Return the slow-downs of a series, and their recoveries, in order of detection.
+
+    `turns`: changes that the sequential test noticed. `least`: smallest reported shift, log units. `among`: number of
+    series that are tested; with more series, a slow-down must be more significant.
+    """
     if series.values.size < 2 * MIN_HEALTHY_VALUES:
         return []
     turns = sorted(turns, key=lambda turn: turn.detected_at)
@@ -83,7 +87,10 @@ def judged(
 def _slow_down_events(
     background: Background, span: Sequence[Stretch], turns: Sequence[Turn], least: float, run: int, where: Where | None
 ) -> list[SpeedChange]:
-    """Return a slow-down, and its end. Its size is the mean; if the size changed, the sizes are listed as well."""
+    """Return the event of a slow-down, and that of its end if it has ended.
+
+    `change` is the mean size; if the size changed, `sizes` lists all sizes.
+    """
     series, first, end = background.series, span[0].first, span[-1].end
     healthy = background.level(background.around(first, end))
     parts = _sizes(background, span, least)
@@ -126,9 +133,10 @@ def _slow_down_events(
 
 
 def _known(background: Background, span: Sequence[Stretch], turns: Sequence[Turn]) -> tuple[int, float]:
-    """Return the iteration in which a slow-down was noticed, and the confidence in it.
+    """Return the iteration in which a slow-down was noticed, and the confidence in the slow-down.
 
-    If the test had not noticed it: when its values so far stood out from the healthy ones.
+    If the sequential test did not notice it, the iteration is that from which on its values were significantly slower
+    than the healthy ones.
     """
     series, first, end = background.series, span[0].first, span[-1].end
     third, last = (int(series.iterations[min(place, end - 1)]) for place in (first + 2, end - 1))
@@ -148,7 +156,7 @@ def _known(background: Background, span: Sequence[Stretch], turns: Sequence[Turn
 
 
 def _sizes(background: Background, span: Sequence[Stretch], least: float) -> list[Stretch]:
-    """Return the parts of a slow-down whose sizes differ with certainty."""
+    """Return the parts of a slow-down, with neighbours merged unless their sizes differ significantly."""
     parts = list(span)
     i = 1
     while i < len(parts):
@@ -168,7 +176,8 @@ def _sizes(background: Background, span: Sequence[Stretch], least: float) -> lis
 
 
 def _fall(background: Background, turn: Turn, least: float, run: int, where: Where | None) -> list[SpeedChange]:
-    """Return a recovery if times became shorter for good without a slow-down before: slow from the start."""
+    """Return a recovery if times became shorter for good without a slow-down before: the run was slow from its
+    start."""
     place = background.series.place(turn.onset)
     before, after = (background.series.values[places] for places in (background.before(place), background.after(place)))
     if place < SETTLING_VALUES or min(before.size, after.size) < MIN_HEALTHY_VALUES:
@@ -190,7 +199,7 @@ def _fall(background: Background, turn: Turn, least: float, run: int, where: Whe
 
 
 def _parts(turns: Sequence[Turn], series: SeenTimes) -> list[Stretch]:
-    """Cut the series at its turns; parts are excused where a test said so, and not yet judged otherwise."""
+    """Cut the series at its turns. A part is "excused" if the test said so; all others are "healthy" for now."""
     size = series.values.size
     excused = np.zeros(size, dtype=np.bool_)
     for turn in turns:
@@ -200,7 +209,7 @@ def _parts(turns: Sequence[Turn], series: SeenTimes) -> list[Stretch]:
 
 
 def _spans(parts: Sequence[Stretch]) -> list[list[Stretch]]:
-    """Return the runs of slow parts."""
+    """Return all sequences of neighbouring slow parts; each sequence is one slow-down."""
     spans: list[list[Stretch]] = []
     before: State = "healthy"
     for part in parts:

@@ -1,10 +1,10 @@
-"""Finds slow-downs in a series of iteration times without other data. Online, pure; called for each iteration.
+"""Finds slow-downs in the iteration times of a run, without measurements of chunks. Pure.
 
-Without chunk times the healthy time cannot be predicted, so `ChangeDetector` runs on the logarithm of plain times
-against a robust running level; if tokens or the sum of squared lengths of each iteration are known, on the part that
-they leave unexplained (`IterationModel`). A change of plain times that the workload explains is a `workload` event. The
-basis is reported (`known`). Times of several ranks are compared with those of their peers in the same iteration.
-"""
+Without chunk times the healthy time cannot be predicted. `ChangeDetector` therefore tests the logarithm of plain times
+against a robust running level. If token counts or sums of squared lengths are known, it tests the part of the times
+that this workload does not explain (`IterationModel`); a change of plain times that the workload explains is a
+`workload` event. Times of several ranks are compared with those of the other ranks in the same iteration. The result
+says on which basis healthy times were found (`known`). Called by `resihp analyze`; reads no file."""
 
 from __future__ import annotations
 
@@ -26,41 +26,41 @@ from resihp.detector.sequential.densities import Floats
 from resihp.detector.sequential.levels import ChangePoint
 
 MIN_CHANGE = 0.1
-"""Smallest reported change of plain times, in log units: a smaller one is as likely a change of the data."""
+"""Smallest reported change of plain times, log units: a smaller one may as well be a change of the data."""
 FALSE_ALARMS_PER = 2_000
-"""Lower bound of the mean number of iterations between false alarms; the requirement is one in 1,000."""
+"""Lower bound of the mean number of iterations between false alarms; the requirement is 1,000."""
 NOTICED_PER = 100
-"""The same if a file is read to its end: hindsight drops changes that were noticed too early."""
+"""As `FALSE_ALARMS_PER`, for a file that is read to its end: `hindsight` then drops false alarms."""
 SETTLING_TIMES = 40
 """Number of first times in which a fall is the end of the start-up (caches fill, kernels are tuned), not a recovery."""
 EXPLANATION_DELAY = 6
-"""Iterations after which a change of plain times counts as explained by the workload."""
+"""Number of iterations after which a change of plain times counts as explained by the workload."""
 SKIPPED_ITERATIONS = 3
-"""Number of first iterations that no level is estimated from."""
+"""Number of first iterations that are not used to estimate a level."""
 MIN_PEER_CHANGE = 0.1
-"""Smallest reported change of a rank against its peers, in log units."""
+"""Smallest reported change of a rank relative to its peers, log units."""
 MAX_HICCUP_TIMES = 4
-"""A change of at most this many times is a hiccup: an evaluation, a checkpoint, a stall of the file system."""
+"""A change that lasts for at most this many times is a hiccup: an evaluation, a checkpoint, a file system stall."""
 AIMED_CHANGE = math.log(1.2)
-"""Change, in log units, that should be found within three iterations."""
+"""Size of a change, in log units, that should be found within three iterations."""
 MIN_FALL = 0.1
-"""Smallest reported fall below the healthy level so far, in log units: the run was slow from its start."""
+"""Smallest reported fall below the healthy level so far, log units; it means that the run was slow from its start."""
 
 
 class TimedRun(msgspec.Struct, frozen=True):
-    """One run, iterations in ascending order: of the whole job (`points`), or of each rank (`ranks`), not both."""
+    """The times of one run in ascending order of iterations: of the whole job (`points`) or of each rank (`ranks`)."""
 
     points: tuple[Point, ...] = ()
     ranks: Mapping[int, tuple[Point, ...]] = {}
     interval: int = 1
-    """Number of iterations that each time is the mean of."""
+    """Number of iterations over which each time is a mean."""
 
 
 class SeriesDetector:
-    """Finds slow-downs and recoveries of one run, one iteration after the other.
+    """Finds slow-downs and recoveries of one series, one iteration after the other.
 
-    Times that are not positive numbers are left out; iterations have to increase. `events` holds the findings so far,
-    with `end` and verdict as known by now.
+    Iterations must increase. Times that are not positive numbers are ignored. `events`: the findings so far; their
+    `end` and `verdict` may still change.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class SeriesDetector:
 
     @property
     def known(self) -> str:
-        """Basis of healthy times: `warming up`, `plain times` or `workload`."""
+        """Basis of healthy times: `warming up` (too little data), `plain times` or `workload`."""
         if not (self._rest or self._plain).ready:
             return "warming up"
         return "plain times" if self._rest is None else "workload"
 
     def update(self, point: Point) -> SpeedChange | None:
-        """Take the next iteration; return the finding of this moment, if any."""
+        """Test the next iteration and return its finding, if any."""
         seconds = point.seconds
         if not (math.isfinite(seconds) and seconds > 0):
             return None
@@ -112,9 +112,10 @@ class SeriesDetector:
         return self._explain(point, change, self._rest)
 
     def judged(self, *, among: int = 1, less: Mapping[int, float] | None = None) -> list[SpeedChange]:
-        """Return the events that stand now that all times are known (`hindsight`), and the workload's beside them.
+        """Return the final events after the last time: slow-downs and recoveries (`hindsight`), and workload events.
 
-        `among`: number of series, including this one. `less`: by iteration, value to subtract from the log of its time.
+        `among`: number of series that are tested, including this one. `less`: value to subtract from the log time of
+        each iteration.
         """
         if not self._points:
             return []
@@ -139,7 +140,7 @@ class SeriesDetector:
         return sorted(events, key=lambda event: (event.detected_at, event.iteration))
 
     def _expected(self) -> Floats:
-        """Return logs of the seconds that the workload explains, by one model for all times."""
+        """Return the log of the seconds of each iteration that the workload explains, by one model of all times."""
         calm = np.ones(len(self._points), dtype=np.bool_)
         for turn in self._turns:
             calm[bisect_left(self._iterations, turn.onset) :] = turn.state == "healthy"
@@ -176,7 +177,8 @@ class SeriesDetector:
         return finding
 
     def _learn(self, point: Point, rest: ChangeDetector) -> None:
-        """Learn the workload's model from healthy iterations that are too old for a change not yet found."""
+        """Learn the model of the workload from earlier healthy iterations: the latest may belong to a change not found
+        yet."""
         if rest.changed:
             self._pending.clear()
             return
@@ -187,7 +189,8 @@ class SeriesDetector:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def _interpret(self, change: ChangePoint, detector: ChangeDetector) -> SpeedChange | None:
-        """Interpret a change: slower than healthy, as fast as before, or faster than ever."""
+        """Return the event of a change: a slow-down, a recovery, or a fall below the healthy level; None for a
+        hiccup."""
         opened = None if self._open is None else self.events[self._open]
         new_work = (
             0 <= change.onset - self._beyond <= EXPLANATION_DELAY
@@ -222,7 +225,7 @@ class SeriesDetector:
         return event
 
     def _resize(self, change: ChangePoint, opened: SpeedChange, size: float) -> SpeedChange:
-        """Update a slow-down whose size changed."""
+        """Update the open slow-down `opened` after a change of its size to `size`."""
         assert self._open is not None
         sizes = (*(opened.sizes or ((opened.iteration, opened.change),)), (change.onset, size))
         self.events[self._open] = msgspec.structs.replace(opened, change=size, sizes=sizes)
@@ -244,7 +247,7 @@ class SeriesDetector:
 
 
 def detect(points: Iterable[Point], *, run: int = 0) -> tuple[list[SpeedChange], str]:
-    """Return the events of one run with times of whole iterations, and the basis of healthy times."""
+    """Return the events of one run with times of the whole job, and the basis of healthy times."""
     usable = [p for p in points if math.isfinite(p.seconds) and p.seconds > 0]
     detector = SeriesDetector(run=run, workload=_has_workload(usable), false_alarms_per=NOTICED_PER)
     for point in usable:
@@ -258,22 +261,23 @@ def _judged_against(
     detectors: Collection[SeriesDetector],
     whole_job: SeriesDetector,
 ) -> tuple[list[SpeedChange], list[SpeedChange]]:
-    """Return the events of ranks and of the whole job with `better` common parts in place of `commons`."""
+    """Return the events of ranks and of the whole job, with the common parts `better` instead of `commons`."""
     shifts = {iteration: better[iteration] - common for iteration, common in commons.items() if iteration in better}
     events = [event for detector in detectors for event in detector.judged(among=len(detectors), less=shifts)]
     return events, whole_job.judged(less={iteration: -shift for iteration, shift in shifts.items()})
 
 
 def _usual_log_time(times: Sequence[float]) -> float:
-    """Return the level of a rank's first times, in log units."""
+    """Return the level of a rank's first times; `times` are logs."""
     return float(np.median(times[SKIPPED_ITERATIONS : SKIPPED_ITERATIONS + 3 * WARM_UP]))
 
 
 def detect_ranks(ranks: Mapping[int, Sequence[Point]], *, run: int = 0) -> tuple[list[SpeedChange], str]:
-    """Return the events of one run with a time for each rank: each rank against its peers, and common slow-downs.
+    """Return the events of one run with times of several ranks, and the basis of healthy times.
 
-    A rank that is always slower than others is so by nature, which is not a change. Ranks that become slow together are
-    one event. An iteration that only one rank has says nothing about it.
+    Finds slow-downs of ranks relative to their peers, and slow-downs that all ranks share. A rank that is always slower
+    than others has no change. Ranks that become slow together are one event. In an iteration with the time of a single
+    rank, that rank is not judged.
     """
     rows = log_times_of_ranks(ranks)
     iterations = sorted(rows)
@@ -315,7 +319,7 @@ def detect_ranks(ranks: Mapping[int, Sequence[Point]], *, run: int = 0) -> tuple
 
 
 def analyse(kind: Kind, runs: Sequence[TimedRun], remarks: Sequence[str] = ()) -> Analysis:
-    """Return the events of all runs of a file; each run starts afresh, since layout and nodes may have changed."""
+    """Return the analysis of all runs of a file. Each run is analysed alone, because layout and nodes may differ."""
     events: list[SpeedChange] = []
     bases: list[str] = []
     healthy: list[Floats] = []
@@ -354,7 +358,7 @@ def analyse(kind: Kind, runs: Sequence[TimedRun], remarks: Sequence[str] = ()) -
 
 
 def _began_after(event: SpeedChange, run: TimedRun) -> SpeedChange:
-    """Shift an event of times that are means over an interval to the first iteration of the first slow interval."""
+    """Move the onset of an event to the first iteration of its interval, if times are means over an interval."""
     before = run.interval - 1
     return msgspec.structs.replace(
         event,
@@ -365,7 +369,7 @@ def _began_after(event: SpeedChange, run: TimedRun) -> SpeedChange:
 
 
 def _healthy_seconds(points: Sequence[Point], events: Sequence[SpeedChange]) -> Floats:
-    """Return times of iterations in which nothing was wrong, without the first few."""
+    """Return the times of iterations outside of all events, without the first few; all times if there are none."""
     seconds = np.array([point.seconds for point in points])
     iterations = np.array([point.iteration for point in points], dtype=np.int64)
     usable = np.isfinite(seconds) & (seconds > 0)
@@ -381,7 +385,7 @@ def _healthy_seconds(points: Sequence[Point], events: Sequence[SpeedChange]) -> 
 
 
 def _has_workload(points: Sequence[Point]) -> bool:
-    """Whether every iteration has a workload, and it varies."""
+    """Return whether every iteration has a workload, and the workload varies."""
     if not points or any(p.tokens is None and p.squares is None for p in points):
         return False
     work = np.array([(p.tokens or 0.0, p.squares or 0.0) for p in points])
@@ -389,6 +393,6 @@ def _has_workload(points: Sequence[Point]) -> bool:
 
 
 def _without_falls(events: Sequence[SpeedChange]) -> list[SpeedChange]:
-    """Drop recoveries from slow-downs that were never reported: a rank that gets faster than its peers."""
+    """Drop recoveries without a reported slow-down: the rank only became faster than its peers."""
     ends = {(event.where, event.end) for event in events}
     return [event for event in events if event.verdict != "recovered" or (event.where, event.iteration) in ends]

@@ -1,7 +1,7 @@
-"""Merges slow-downs of several workers that have one cause, and names workers without peers. Pure; decides no more.
+"""Merges slow-downs of several ranks that have the same cause, and names ranks without peers. Pure.
 
-Workers that share a node, a switch or a storage server become slow at the same time by about the same factor. Called by
-`resihp.detector.offline.series`, which finds the slow-downs of each.
+Ranks that share a node, a switch or a storage server become slow at the same time, by about the same factor. Called by
+`resihp.detector.offline.series`, which finds the slow-downs of each rank; finds none itself.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from resihp.detector.offline.analysis import SpeedChange
 from resihp.detector.offline.iteration_model import Point
 
 MAX_ONSET_DISTANCE = 3.0
-"""Highest distance between onsets, and between ends, of slow-downs with one cause, in iterations."""
+"""Largest distance between the onsets, and between the ends, of slow-downs with the same cause, in iterations."""
 MILD_ONSET_DISTANCE = 1.0
-"""The same distance times the size in log units: noise hides the beginning of mild slow-downs."""
+"""As `MAX_ONSET_DISTANCE`, times the size of the slow-down in log units: noise hides the onset of mild slow-downs."""
 MAX_SIZE_DIFFERENCE = 0.25
-"""Highest difference of their sizes relative to the larger one, log units."""
+"""Largest difference between the sizes of slow-downs with the same cause, relative to the larger size in log units."""
 NOISE_FLOOR = 0.01
-"""Lower bound of the spread of workers' times, log units."""
+"""Lower bound of the spread of the ranks' times, log units."""
 MIN_COMMON_SHARE = 0.5
-"""Share of its iterations that a worker must have in common with others to be compared with them."""
+"""Share of a rank's iterations for which other ranks must have times as well, so that it can be compared with them."""
 
 
 def together(events: Sequence[SpeedChange]) -> list[SpeedChange]:
-    """Merge events of ranks with one cause into one that names all ranks; ends stay with their beginnings."""
+    """Return the events, with events of several ranks that have the same cause merged into one that names all ranks.
+
+    The recoveries of merged slow-downs are merged as well.
+    """
     slow = sorted((event for event in events if event.verdict == "fail-slow"), key=lambda event: event.iteration)
     groups: list[list[SpeedChange]] = []
     for event in slow:
@@ -50,9 +53,9 @@ def together(events: Sequence[SpeedChange]) -> list[SpeedChange]:
 
 
 def common_of_healthy(rows: Mapping[int, Mapping[int, float]], events: Sequence[SpeedChange]) -> dict[int, float]:
-    """Return the common part of ranks that are not slow, log units, for iterations with at least two of them.
+    """Return the common part, log units, of the times of healthy ranks, for iterations with at least two healthy ranks.
 
-    `rows`: by iteration, logs of the times of ranks relative to their usual times.
+    `rows`: for each iteration, the log of each rank's time relative to its usual time.
     """
     slow = [
         (event.where.rank, event.iteration, math.inf if event.end is None else event.end)
@@ -72,7 +75,7 @@ def common_of_healthy(rows: Mapping[int, Mapping[int, float]], events: Sequence[
 
 
 def without_peers(iterations: Mapping[int, Collection[int]]) -> list[str]:
-    """Return a remark for each worker that shares hardly any iteration with others; `iterations` of each worker."""
+    """Return a remark for each rank that has hardly any iteration in common with others. `iterations`: by rank."""
     if len(iterations) == 1:
         (rank,) = iterations
         return [f"rank {rank} is the only rank with times: it can be compared with its own past only"]
@@ -108,7 +111,10 @@ def _name(event: SpeedChange) -> tuple[object, ...]:
 
 
 def _as_one(group: Sequence[SpeedChange], events: Sequence[SpeedChange]) -> list[SpeedChange]:
-    """Merge several events into one, detected as early as the earliest; all wait for them at the same time."""
+    """Merge the slow-downs of a group, and their recoveries. The result is detected when the earliest one was.
+
+    Its cost is the mean, because all ranks wait for the slow ones at the same time.
+    """
     first = min(group, key=lambda event: event.detected_at)
     ranks = tuple(
         sorted(event.where.rank for event in group if event.where is not None and event.where.rank is not None)
@@ -139,7 +145,7 @@ def _as_one(group: Sequence[SpeedChange], events: Sequence[SpeedChange]) -> list
 
 
 def log_times_of_ranks(ranks: Mapping[int, Sequence[Point]]) -> dict[int, dict[int, float]]:
-    """Return the logarithms of usable times, by iteration and rank."""
+    """Return the logs of all usable times, by iteration and rank."""
     rows: dict[int, dict[int, float]] = {}
     for rank, points in ranks.items():
         for point in points:

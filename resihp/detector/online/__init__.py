@@ -1,5 +1,6 @@
-"""Fail-slow detection while a job runs: how long an iteration should have taken, and which part of it is slow. Pure.
+"""Detects slow ranks and links while a job runs, from the expected and the measured time of each iteration. Pure.
 
-The controller asks `monitor`. It predicts with `predictor` (the paper's Eq. 1, fitted by `regression`) over
-`plan_arrays`, and reads three channels: `iteration_channel`, `rank_channel`, `link_channel`. Only finds; never acts.
+The controller calls `monitor` after each iteration. `monitor` predicts times with `predictor` (the paper's Eq. 1,
+fitted by `regression`) on the plan as `plan_arrays`, and combines the tests of `iteration_channel`, `rank_channel`,
+`link_channel`, `between_nodes` and `beside` (with `lane_channel`). It only reports findings, and never acts on them.
 """

@@ -1,7 +1,9 @@
-"""Tests beside those of ranks, links and whole iterations: flickering ranks, and waits of lanes.
+"""Runs two more tests on each iteration: for ranks that are slow in some iterations only, and for waits of lanes.
 
-Both run once predictions are known, and take into account the findings of the other tests: a slow rank does not
-flicker, and it is the cause of a wait that begins with it. Pure, no clock; called by `resihp.detector.online.monitor`.
+A lane is a tensor-parallel group of a stage; a rank *flickers* if it is slow in some iterations only. Both tests run
+once predictions are known, and consider the findings of the other channels: a slow rank does not flicker, and a wait
+that begins when a rank becomes slow is caused by that rank. Never measures or probes. Pure, no clock; called by
+`resihp.detector.online.monitor`.
 """
 
 from __future__ import annotations
@@ -20,16 +22,17 @@ from resihp.detector.sequential.peer_cusum import PeerTest
 from resihp.detector.sequential.window import low_median
 
 ALIKE_SHARE = 0.6
-"""A rank of the same group that is slow in this share of the same iterations cannot be distinguished from it."""
+"""A rank of the same lane with at least this share of the outliers, and of their excess, of a flickering rank cannot be
+distinguished from it."""
 MAX_REMEMBERED_ONSETS = 256
-"""Number of onsets of slowness that are remembered, the latest ones."""
+"""Number of latest onsets of slowness that are remembered."""
 
 _Subject = int | tuple[int, int] | None
-"""A rank, a link, or the job."""
+"""Subject of a finding: a rank, a link (sender, receiver), or None for the whole job."""
 
 
 class Beside:
-    """Tests of flicker and of lanes under one plan. `before`: those under the previous plan."""
+    """Tests of flickering ranks, and of waits of lanes, under one plan. `before`: the tests under the previous plan."""
 
     def __init__(self, stacked: Stacked, before: Beside | None, *, false_alarms_per: int, patience: int) -> None:
         self._stacked = stacked
@@ -52,26 +55,26 @@ class Beside:
             patience=patience,
         )
         self._causes: dict[int, set[_Subject]] = {} if before is None else before._causes_within(stacked.row)
-        """Everything else that is slow, by the iteration in which it became slow."""
+        """Ranks, links and job that other channels found slow, by the iteration in which they became slow."""
         self._by_lane: dict[int, list[int]] | None = None
 
     @property
     def flickering(self) -> list[tuple[int, Flickering]]:
-        """Ranks that are slow now and then."""
+        """Ranks that are slow in some iterations only, each with the figures of its flicker."""
         return [(int(self._stacked.ranks[row]), flicker) for row, flicker in self._flicker.flickering.items()]
 
     @property
     def added_s(self) -> float:
-        """Seconds by which the waits of lanes lengthen an iteration."""
+        """Seconds by which slow waits of lanes lengthen an iteration."""
         return self.lanes.added_s
 
     @property
     def suspects(self) -> bool:
-        """Whether a finding is near, so that other tests may wait for it."""
+        """Whether a finding about a lane may be imminent, so that the test of whole iterations waits for it."""
         return self.lanes.suspects
 
     def _causes_within(self, ranks: Container[int]) -> dict[int, set[_Subject]]:
-        """Return the causes that remain when these ranks alone have work."""
+        """Return the causes that remain under a plan in which only `ranks` have work."""
         causes: dict[int, set[_Subject]] = {}
         for onset, subjects in self._causes.items():
             remaining = {
@@ -82,7 +85,10 @@ class Beside:
         return causes
 
     def note_findings(self, findings: Iterable[Finding], slow_links: Container[tuple[int, int]]) -> None:
-        """Note findings of other tests: a wait that began together with one has its cause there, while that lasts."""
+        """Note the findings of other channels as possible causes of waits that began at the same time.
+
+        A cause remains until its recovery. `slow_links`: links that are still slow.
+        """
         for finding in findings:
             subjects: set[_Subject] = {finding.link} if finding.link else {*finding.ranks} or {None}
             self._by_lane = None
@@ -97,14 +103,14 @@ class Beside:
             del self._causes[onset]
 
     def cleared(self, rank: int) -> None:
-        """Note that a probe found the rank healthy; if it flickers on, or more, that is reported again."""
+        """Note that a probe found `rank` healthy. Its flicker is reported again if it becomes much worse."""
         self._no_causes({rank})
         if rank in self._stacked.row:
             self._flicker.clear(self._stacked.row[rank])
             self._together.pop(rank, None)
 
     def cleared_link(self, sender: int, receiver: int) -> None:
-        """Note that a probe found the link healthy in this direction."""
+        """Note that a probe found the link from rank `sender` to rank `receiver` healthy."""
         self._no_causes({(sender, receiver)})
 
     def _no_causes(self, healthy_subjects: set[_Subject]) -> None:
@@ -127,10 +133,10 @@ class Beside:
     def update(
         self, iteration: int, sums: Sums, ratios: Floats, healthy_s: float, test: PeerTest
     ) -> tuple[Finding, ...]:
-        """Take an iteration and return its findings.
+        """Test an iteration and return its findings.
 
-        `ratios` (R,): measured over predicted seconds of ranks, which `test` has already taken; `healthy_s`: predicted
-        seconds of the iteration.
+        `ratios` (R,): measured over predicted seconds of each rank's own work; `test`: the test of ranks, which has
+        taken these ratios already. `healthy_s`: predicted healthy seconds of the iteration.
         """
         with np.errstate(invalid="ignore", divide="ignore"):
             values = np.log(ratios)
@@ -157,9 +163,10 @@ class Beside:
         return tuple(findings)
 
     def _as_finding(self, iteration: int, flicker: Flickering, named_ranks: set[int]) -> Finding | None:
-        """Return a flicker as a finding, with those ranks of its group that cannot be distinguished from it.
+        """Return a rank's flicker as a finding that also names the ranks of its lane which cannot be distinguished.
 
-        `named_ranks`: ranks named so far in this iteration. None if another rank's finding covers it.
+        `named_ranks`: ranks that findings of this iteration have named so far. None if another rank's finding covers
+        this one.
         """
         stacked = self._stacked
         rank = int(stacked.ranks[flicker.series])

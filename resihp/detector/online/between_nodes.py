@@ -1,10 +1,10 @@
-"""Tests the common part of all links between nodes, which the test of links (`link_channel`) cannot see.
+"""Tests the slow-down that all links between nodes share; the test of links (`link_channel`) cannot see it.
 
-If all of them join the same two nodes, the common part belongs to that path, and no link has a peer: it is tested
-against its own past, after the common slow-down of ranks' work is subtracted (a busy machine delays both), and reported
-as a slow link. Links of several pairs of nodes are compared with each other; their common part is mentioned when
-iterations take longer, because then the network may be the cause. Pure, no clock; called by
-`resihp.detector.online.monitor`.
+`link_channel` compares links with each other. If all links between nodes join the same two nodes, a slow path between
+these nodes slows all of them. Their common part is therefore tested against its own past, and reported as a slow link.
+The common slow-down of the ranks' own work is subtracted first, because a busy machine delays both. If links join
+several pairs of nodes, the common part makes no finding; it is mentioned in a finding that iterations take longer,
+because the network may be the cause. Pure, no clock; called by `resihp.detector.online.monitor`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ from resihp.detector.sequential.window import low_median
 from resihp.pipeline.compiled import Ints
 
 MIN_SHIFT = 0.4
-"""Smallest shift that counts, log units: 50 % longer. Without peers, noise looks much like a slower path."""
+"""Smallest slow-down that is reported, log units: transfers take 50 % longer. It is large, because without peers noise
+looks much like a slower path."""
 NOISE_FLOOR = 0.1
 """Lower bound of the noise of transfers, log units."""
 RECENT_ITERATIONS = 256
-"""Number of iterations for which the common part is kept."""
+"""Number of latest iterations for which the common part is kept."""
 MIN_ITERATIONS = 3
 """Iterations needed before and after an onset to measure by how much transfers take longer."""
 
 
 class BetweenNodes:
-    """Test of one plan's links between nodes. `links` holds their levels, and is updated with findings.
+    """Test of all links between nodes under one plan, as one series.
 
-    `patience`: iterations for which a path that was measured to be healthy is not suspected again.
+    `links`: the test of single links, which has their levels and is updated with findings. `patience`: iterations for
+    which a path is not suspected again after a probe found it healthy.
     """
 
     def __init__(self, links: LinkTest, *, false_alarms_per: int, patience: int) -> None:
@@ -45,7 +47,7 @@ class BetweenNodes:
         self._pairs = [(sender, receiver) for sender, receiver in links.links.pairs[self._series].tolist()]
         self._one_path = links.links.one_path
         self._named: tuple[int, int] | None = None
-        """The link that stands for all of them; None if a link of another plan did."""
+        """The link that findings name for all links between the two nodes; None without a finding under this plan."""
         self._quiet_until = -math.inf
         self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT_ITERATIONS)
         self._begin()
@@ -58,7 +60,10 @@ class BetweenNodes:
         )
 
     def cleared(self, name: tuple[int, int], iteration: int) -> bool:
-        """Note that the path was measured to be healthy at its present level; False if `name` does not stand for it."""
+        """Note that a probe found the path healthy at its present level.
+
+        `name`: the probed link. False, and nothing changes, if findings name another link for the path.
+        """
         if name != self._named:
             return False
         for i in self._series.tolist():
@@ -68,7 +73,10 @@ class BetweenNodes:
         return True
 
     def update(self, iteration: int, ratios: Floats) -> tuple[Finding, ...]:
-        """Take an iteration after the links did. `ratios` (R,): measured over expected seconds of ranks' own work."""
+        """Test an iteration and return its findings. Call after the test of links has taken the same iteration.
+
+        `ratios` (R,): measured over expected seconds of each rank's own work.
+        """
         if not self._series.size:
             return ()
         own, ratios = self._links.apart_from_healthy[self._series], ratios[ratios > 0.0]
@@ -85,7 +93,7 @@ class BetweenNodes:
         return tuple(findings)
 
     def longer_since(self, onset: int) -> float | None:
-        """Return the factor by which transfers take longer since `onset`; None if it is small or unknown."""
+        """Return the factor by which transfers take longer since iteration `onset`; None if it is small or unknown."""
         before, after = (
             [value for iteration, value in self._recent if (iteration >= onset) == since] for since in (False, True)
         )

@@ -1,6 +1,7 @@
-"""A plan in effect, and the data collected of iterations under it. Facts and counts; nothing here judges them.
+"""Holds the detector's data of one adopted plan: its arrays, and the measurements and counts of its iterations.
 
-Made and filled by `resihp.detector.online.monitor`; each plan begins with a new one. Pure, no clock.
+`resihp.detector.online.monitor` makes a new frame for each adopted plan and fills it. Nothing here judges an iteration.
+Pure, no clock.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from resihp.pipeline.timeline import Orders
 TEACHERS_PER_GROUP = 16
 """Number of ranks per group of peers that the predictor learns from."""
 KEPT_ITERATIONS = 8
-"""Number of iterations that are judged again when predictions improve."""
+"""Number of latest iterations that are judged again when predictions change."""
 
 
 class Frame:
-    """A plan in effect, and the statistics that began with it."""
+    """An adopted plan, and the detector's data of the iterations under it. `nodes`: the node of each rank, if known."""
 
     def __init__(self, plan: Plan, orders: Orders, nodes: Mapping[int, Hashable] | None) -> None:
         self.epoch = plan.epoch
@@ -33,54 +34,63 @@ class Frame:
         self.links = Links(self.stacked, nodes)
         self.present = {*self.stacked.ranks.tolist(), *plan.layout.standby}
         self.last: int | None = None
-        """Iteration seen last."""
+        """Latest iteration that was judged; None before the first."""
         self.revision: int | None = None
-        """Revision of the predictor on which levels are based."""
+        """Revision of the predictor with which the present levels were learnt; None before predictions are known."""
         self.fitted = False
-        """Whether all kinds of chunks have been learnt directly, not derived from others."""
+        """Whether the predictor learnt all kinds of chunks of the plan from measurements, not derived from others."""
         self.measured = False
-        """Whether chunks are measured at all."""
+        """Whether any iteration had measurements of chunks."""
         self.first: int | None = None
-        """First iteration with measurements."""
+        """First iteration with measurements of chunks; None before."""
         self._reported = np.zeros(self.stacked.ranks.size, dtype=np.int64)
         self.kept: deque[tuple[int, float, Sums, float | None]] = deque(maxlen=KEPT_ITERATIONS)
-        """The latest iterations: the arguments of `_judge`, and the seconds that were expected at the time."""
+        """The latest iterations: number, seconds and sums of each, and the seconds that were expected at the time."""
         self.present_s: float | None = None
-        """Expected seconds of the latest iteration, with everything slow that is slow."""
+        """Expected seconds of the latest iteration with the present slow ranks and links; None if unknown."""
         self.healthy_s = math.nan
-        """Expected seconds of the latest iteration if everything were healthy."""
+        """Expected seconds of the latest iteration with all ranks and links healthy; NaN if unknown."""
         self.foreign = 0.0
-        """Count of iterations with a workload outside of the learnt range; fades."""
+        """Number of iterations with a workload outside of the learnt range; fades with each iteration within it."""
         self.beside: list[float] = []
+        """Seconds outside of chunks in each of the first iterations; `beside_s` is their median."""
         self.beside_s = 0.0
         """Seconds of an iteration outside of its chunks: synchronisation and optimizer step."""
         self.transfers: Floats = np.zeros(self.stacked.compiled.edges.shape[1])
         """(E,): healthy seconds of each transfer."""
         self.present_transfers: Floats | None = None
+        """(E,): seconds of each transfer with the present slow links; None if no link is slow."""
         self.present_factors: Floats | None = None
-        """(V,): factor by which slots take longer at present than when healthy; None if none does."""
+        """(V,): factor by which each slot takes longer with the present slow ranks; None if no rank is slow."""
 
     def report(self, iteration: int, compute: Floats) -> None:
-        """Note the ranks that reported an iteration: those with a time of their own work in `compute` (R,), seconds."""
+        """Note the ranks that reported measurements of an iteration.
+
+        `compute` (R,): seconds of each rank's own work, NaN without a report.
+        """
         if self.first is None:
             self.first = iteration
             self._reported[:] = iteration - 1
         self._reported[np.isfinite(compute)] = iteration
 
     def reported(self, row: int) -> int | None:
-        """Return the iteration in which a row last reported; None if it never did."""
+        """Return the latest iteration with measurements of the rank in `row`; None if there is none."""
         last_report = int(self._reported[row])
         return last_report if self.first is not None and last_report >= self.first else None
 
     def coverage(self) -> dict[int, int]:
-        """Return, by rank with work, the iteration of its last report, or the one before the first report of all."""
+        """Return, for each rank with work, the latest iteration with measurements of that rank.
+
+        For a rank without any, return the iteration before `first`. Empty while `first` is None.
+        """
         if self.first is None:
             return {}
         busy = self.stacked.lengths > 0
         return dict(zip(self.stacked.ranks[busy].tolist(), self._reported[busy].tolist(), strict=True))
 
     def teachers(self, without: Mapping[int, float]) -> list[int]:
-        """Return the rows that the predictor learns from, spread over each group of peers."""
+        """Return the rows of the ranks that the predictor learns from: some of each group of peers, none in
+        `without`."""
         group, ranks = self.stacked.group, self.stacked.ranks
         rows: list[int] = []
         for group_index in range(int(group.max(initial=-1)) + 1):

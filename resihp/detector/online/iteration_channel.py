@@ -1,8 +1,8 @@
-"""Tests whether whole iterations take longer than expected; this covers everything, but cannot localise. Pure, no
-clock.
+"""Tests whether whole iterations take longer than expected. Pure, no clock.
 
-Tests the logarithm of measured over expected seconds, or of plain seconds if there is no expectation, for change points
-(`resihp.detector.sequential.changes`). Called by `resihp.detector.online.monitor`.
+Every slow-down shows here, but this test cannot name the slow part. It searches for change points
+(`resihp.detector.sequential.changes`) in the logarithm of measured over expected seconds, or of plain seconds if there
+is no expectation. Called by `resihp.detector.online.monitor`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ from resihp.detector.sequential.levels import ChangePoint
 from resihp.detector.sequential.shifts import Alarm
 
 ASSUMED_CORRELATION = 0.5
-"""Assumed lag-one correlation of iterations, until the series has shown its own."""
+"""Assumed lag-one correlation of iterations, until it can be estimated from the series."""
 RECOVERY_CONFIDENCE = 0.99
-"""Confidence that slowness found under another plan is over."""
+"""Confidence of a recovery that is found when a level is learnt again, as under a new plan."""
 RECOVERED_SHARE = 0.1
-"""A slow-down of which less than this share is left is over: after so long, the healthy level is no better known."""
+"""A slow-down is over if less than this share of it remains: the healthy level is not known more precisely after so
+long."""
 MAX_HELD_ITERATIONS = 4
-"""Iterations for which values are held back while ranks or links gather evidence that may have the same cause."""
+"""Number of iterations for which values are held back while the tests of ranks or links gather evidence that may have
+the same cause."""
 
 
 class WholeTest:
-    """Test of one series of log ratios, or of logs. `description` names the series in the evidence.
+    """Test of one series: the log ratio, or plain log, of the seconds of iterations (or of transfers).
 
-    `least`: smallest change that counts; `floor`: lower bound of the noise. Both in log units.
+    `description`: name of the series in the evidence. `least`: smallest change that is reported, and `floor`: lower
+    bound of the noise, both in log units.
     """
 
     def __init__(self, description: str, *, least: float, floor: float, false_alarms_per: int) -> None:
@@ -37,21 +40,21 @@ class WholeTest:
         self._held: list[tuple[int, float]] = []
         self._slow = False
         self._well = math.nan
-        """Level of healthy values, as learnt before the present slowness began."""
+        """Level of healthy values, learnt before the present slowness began; NaN if unknown."""
         self.begin()
 
     def slow_before(self, healthy_level: float = math.nan) -> None:
-        """Treat the channel as slow from before its first value until a recovery is seen.
+        """Regard the series as slow since before its first value, until a recovery is found.
 
-        `healthy_level`: approximate healthy level, if known.
+        `healthy_level`: approximate healthy level; NaN if unknown.
         """
         self._slow, self._well = True, healthy_level
 
     def begin(self, expected: float | None = None) -> None:
-        """Learn the level anew and forget held values. Slowness persists until a recovery is seen.
+        """Learn the level again, and discard the values held back. A slow series stays slow until a recovery is found.
 
-        `expected`: approximate level of healthy values, if known. A level that turns out much slower while it is learnt
-        anew is then not taken for healthy, unless slowness was already reported.
+        `expected`: approximate level of healthy values; None if unknown. A learnt level far above it is not taken for
+        healthy, unless slowness was already reported.
         """
         self._held.clear()
         self._seen = False
@@ -69,7 +72,8 @@ class WholeTest:
 
     @property
     def expected(self) -> float | None:
-        """Approximate level of healthy values: as learnt, else as given; None if neither."""
+        """Approximate level of healthy values: the learnt level, else the one given to `begin`; None if both are
+        missing."""
         if self._slow:
             return self._well if math.isfinite(self._well) else None
         return self._detector.healthy if self._detector.ready else self._expected
@@ -80,21 +84,25 @@ class WholeTest:
 
     @property
     def slow(self) -> bool:
-        """Whether slowness was reported, and its recovery was not."""
+        """Whether a slow-down was reported, and no recovery since."""
         return self._slow
 
     @property
     def level(self) -> float:
-        """Level of healthy values; NaN while it is learnt."""
+        """Level of healthy values; NaN while it is being learnt."""
         return self._well if self._slow and math.isfinite(self._well) else self._detector.healthy
 
     @property
     def now(self) -> float:
-        """Present level, including slowness; NaN while it is learnt."""
+        """Present level of the values, including a slow-down; NaN while it is being learnt."""
         return self._detector.level
 
     def update(self, iteration: int, value: float, *, hold: bool = False) -> tuple[Finding, ...]:
-        """Take an iteration's value. `hold`: wait, because other tests may be about to find the cause of this value."""
+        """Test the value of an iteration and return the findings.
+
+        `hold`: hold the value back, because another test may be about to find its cause; at most
+        `MAX_HELD_ITERATIONS` values are held back.
+        """
         self._held.append((iteration, value))
         if hold and len(self._held) <= MAX_HELD_ITERATIONS:
             return ()
@@ -109,7 +117,7 @@ class WholeTest:
         return _merged(findings)
 
     def _recovery(self, iteration: int) -> list[Finding]:
-        """Return a recovery if, by the newly learnt level, earlier slowness is over."""
+        """Return a recovery if the newly learnt level is the former healthy level; else nothing."""
         deviation = self._detector.healthy - self._well
         if not self._slow or not abs(deviation) < self._least / 2:  # NaN if the former healthy level is unknown
             return []
@@ -117,7 +125,7 @@ class WholeTest:
         return [self._finding(iteration, iteration, deviation, RECOVERY_CONFIDENCE, None, slow=False)]
 
     def _as_findings(self, iteration: int, change: ChangePoint) -> list[Finding]:
-        """Return a change point as findings; iterations that became faster than ever are not one."""
+        """Return the finding of a change point; nothing if iterations became faster without having been slow."""
         shift = change.after - self.level
         slow = self._detector.changed and shift > 0.0
         if self._slow:  # and the level may have been learnt anew since
@@ -151,7 +159,7 @@ class WholeTest:
 
 
 def _merged(findings: list[Finding]) -> tuple[Finding, ...]:
-    """Merge a slow-down with an immediate change of its size: only other tests' findings lie in between."""
+    """Merge the slow-downs of one update into one finding: the largest change, since the earliest onset."""
     if len(findings) < 2 or any(finding.kind != "fail-slow" for finding in findings):
         return tuple(findings)
     largest = max(findings, key=lambda finding: finding.change)

@@ -1,12 +1,13 @@
-"""Finds waits that are slow beside the work of ranks and links: tensor-parallel collectives, gradient sums, data.
+"""Finds slow waits: of tensor-parallel collectives, of gradient sums, and for data.
 
-A lane is a tensor-parallel group of a stage. Each kind of wait (`plan_arrays.LaneTimes`) is tested lane by lane against
-its own past, after the part that all lanes share is subtracted; the shared part is tested in the same way, all in one
-test (`resihp.detector.sequential.peer_cusum`). Waits are expressed as shares of a usual iteration, so that a shift is
-its cost. Where all work is slower by a common factor, sums and collectives may be slower as well.
+A lane is the tensor-parallel group of a stage. Each kind of wait (`plan_arrays.LaneTimes`) of each lane is a series. It
+is compared with its own past, after the part that all lanes share is subtracted. This shared part is one more series of
+the same test (`resihp.detector.sequential.peer_cusum`). Waits are expressed as shares of a usual iteration, so that the
+size of a shift is its cost. If all work is slower by a common factor, collectives and gradient sums are expected to be
+slower by this factor, too.
 
-One failure makes one finding: a wait that grew when a rank or link became slow has its cause there, and is reported
-only if it outlasts that. Pure, no clock; called by `resihp.detector.online.beside`.
+One failure makes one finding: if a wait grew when a rank or link became slow, that rank or link is its cause, and the
+wait is reported only if it outlasts the cause. Pure, no clock; called by `resihp.detector.online.beside`.
 """
 
 from __future__ import annotations
@@ -26,23 +27,25 @@ from resihp.detector.sequential.window import low_median
 from resihp.pipeline.compiled import Ints
 
 LEARNING_ITERATIONS = 5
-"""Iterations whose median is the usual iteration time, of which waits are shares."""
+"""Number of first iterations; the median of their times is the usual iteration time."""
 SHIFT_SCALE = 3.0
-"""Factor on the log of waits as shares of an iteration: the test's smallest shifts, of 3 %, then mean 1 %."""
+"""Factor on the log of waits, because the test's smallest shift is 3 %: it then is 1 % of an iteration."""
 MIN_COST_SHARE = 0.01
-"""Smallest share of an iteration whose loss is reported."""
+"""Smallest reported loss per iteration, as a share of the iteration."""
 MIN_COST_S = 1.5e-3
-"""Smallest loss per iteration, in seconds: clocks resolve 1 ms, and ranks begin iterations up to 0.5 ms apart."""
+"""Smallest reported loss per iteration, in seconds: clocks resolve 1 ms, and ranks begin iterations up to 0.5 ms
+apart."""
 ALIKE_SHARE = 0.6
-"""A lane with at least this share of another's shift has it from the same cause."""
+"""A lane with at least this share of another lane's shift has the same cause."""
 SAME_CAUSE_ITERATIONS = 8
-"""Highest distance of onsets, in iterations, at which two slow-downs may have the same cause."""
+"""Largest distance of onsets, in iterations, at which two slow-downs may have the same cause."""
 LASTING_ITERATIONS = 20
-"""Iterations after which a wait is reported, and for which it has to outlast another cause: no plan depends on it, and
-a shorter problem is not worth anybody's time."""
+"""Number of iterations that a slow wait must last before it is reported, and must outlast another cause. No plan
+depends on it, and nobody would examine a shorter problem."""
 QUORUM_SHARE = 0.2
+"""Share of the series that an iteration must have measured to count."""
 RECOVERY_CONFIDENCE = 0.99
-"""Confidence that a wait is over if it is not there under another plan."""
+"""Confidence of a recovery that is found because the wait is absent under a new plan."""
 WAIT_NAMES: Mapping[Component, str] = {
     "collective": "tensor-parallel collectives",
     "reduction": "sums of gradients",
@@ -50,13 +53,15 @@ WAIT_NAMES: Mapping[Component, str] = {
 }
 
 Key = tuple[Component, tuple[int, ...]]
-"""Identity of a wait under any plan: its kind, and the lane's ranks; no ranks for the part that all lanes share."""
+"""Identity of a series under any plan: kind of wait, and the lane's ranks; no ranks for the part that all lanes
+share."""
 Causes = Callable[[], Mapping[int, Sequence[int]]]
-"""Onsets, in iterations, of everything that is slow now, by lane; -1 for anything that belongs to no rank."""
+"""Function that returns, for each lane, the onsets (iterations) of its slow ranks; lane -1: of slow links and the
+job."""
 
 
 class _Kind:
-    """Series of one kind of wait: one for each of `lanes`, then one for the part that they share."""
+    """The series of one kind of wait: one for each of `lanes`, then one for the part that all lanes share."""
 
     def __init__(self, component: Component, lanes: Ints, first: int) -> None:
         self.component: Component = component
@@ -65,34 +70,38 @@ class _Kind:
         self.common = first + lanes.size
 
     def lanes_of(self, series: Iterable[int]) -> list[int]:
-        """Return the lanes of some series; all lanes for the shared part."""
+        """Return the lanes of some series; all lanes if the shared part is among them."""
         if self.common in series:
             return [int(lane) for lane in self.lanes]
         return [int(self.lanes[index - self.rows.start]) for index in series]
 
 
 class _Raised(msgspec.Struct):
-    """A series that is longer than it was."""
+    """State of a series with waits that became longer."""
 
     onset: int
+    """First iteration with longer waits."""
     before: float
+    """Shift before the onset."""
     confidence: float
     alarm: Alarm | None
     together: int
-    """Number shared by the series that shifted together."""
+    """Number that all series which shifted together share."""
     waits: int
-    """Iteration before which it is not reported."""
+    """First iteration in which the shift may be reported."""
     due: bool = True
-    """Whether it still is to be reported, if it lasts."""
+    """Whether the shift is still to be reported, if it lasts."""
     reported: bool = False
-    """Whether it was reported, so that its end has to be reported as well."""
+    """Whether the shift was reported, so that its end has to be reported as well."""
     caused: bool = False
-    """Whether something else that is slow is its cause."""
+    """Whether a slow rank, link or job is the cause."""
 
 
 class LaneTests:
-    """Sequential tests of all kinds of waits. `before`: those under the previous plan; a wait that was longer there,
-    and still is, is not reported again."""
+    """Sequential tests of all kinds of waits under one plan.
+
+    `before`: the tests under the previous plan. A slow wait that continues under the new plan is not reported again.
+    """
 
     def __init__(self, stacked: Stacked, before: LaneTests | None, *, false_alarms_per: int, patience: int) -> None:
         self._stacked, self._false_alarms_per, self._patience = stacked, false_alarms_per, patience
@@ -107,19 +116,19 @@ class LaneTests:
         self._raised: dict[int, _Raised] = {}
         self._number = 0
         self._faster: dict[int, tuple[int, float]] = {}
-        """Since when the shared part is shorter than it was, and its former level, by series."""
+        """For each shared part that became shorter: the iteration in which it did, and its former level."""
         self._first: list[tuple[int, LaneTimes, float, float]] = []
         self.usual_s = math.nan
-        """Usual iteration time; NaN while it is unknown."""
+        """Usual iteration time in seconds; NaN while it is unknown."""
 
     @property
     def slow(self) -> dict[Key, float]:
-        """Shift of each wait that is longer than it was and has no other cause; log units times `SHIFT_SCALE`."""
+        """Shift of each slow wait without another cause, in log units times `SHIFT_SCALE`."""
         return {self._keys[i]: self.test.shift(i) for i, wait in self._raised.items() if not wait.caused}
 
     @property
     def added_s(self) -> float:
-        """Upper bound of the seconds by which these waits lengthen an iteration."""
+        """Upper bound of the seconds by which the slow waits lengthen an iteration."""
         if math.isnan(self.usual_s):
             return 0.0 if self._before is None else self._before.added_s
         shifts = dict.fromkeys([(kind.component, common) for kind in self._kinds for common in (False, True)], 0.0)
@@ -129,13 +138,17 @@ class LaneTests:
 
     @property
     def suspects(self) -> bool:
-        """Whether some lane has gathered much of the evidence for an alarm, or is about to be reported."""
+        """Whether an alarm or a report about some wait may be imminent."""
         return self.test.suspects or any(wait.due and not wait.caused for wait in self._raised.values())
 
     def update(
         self, iteration: int, times: LaneTimes, healthy_s: float, common: float, causes: Causes
     ) -> list[Finding]:
-        """Take an iteration that should have taken `healthy_s`; ranks' work took `common` times its healthy time."""
+        """Test an iteration and return the findings.
+
+        `healthy_s`: predicted healthy seconds of the iteration; `common`: median time of the ranks' own work, over its
+        healthy time.
+        """
         if not (0.0 < healthy_s < MAX_CHUNK_S and 0.0 < common < math.inf):
             return []
         if not math.isnan(self.usual_s):
@@ -167,7 +180,10 @@ class LaneTests:
         )
 
     def _go_on(self, iteration: int, first: Sequence[Floats]) -> list[Finding]:
-        """Check, by the first values under this plan, which of the waits longer under the previous one still are."""
+        """Check, by the first values under this plan, which slow waits of the previous plan continue.
+
+        Returns the recoveries of the others.
+        """
         before, self._before = self._before, None
         if before is None or not before._raised:
             return []
@@ -207,7 +223,7 @@ class LaneTests:
         return findings + self._lasting_findings(iteration, causes) if self._raised else findings
 
     def _values(self, times: LaneTimes, healthy_s: float, common: float) -> Floats:
-        """Return (series,): lanes' waits minus their shared part, and the shared part."""
+        """Return (series,): the wait of each lane minus the shared part, and the shared part, as scaled logs."""
         slower = max(common, 1.0)
         waits = {
             "collective": times.collective / (healthy_s * slower),  # grows with the work
@@ -229,7 +245,10 @@ class LaneTests:
         return values
 
     def _begun(self, shift: Shift, alike: set[int]) -> list[int]:
-        """Mark the series that became longer together with this one as raised, and return them, it included."""
+        """Mark the series of `shift`, and all series that shifted with it, as raised, and return all of them.
+
+        `alike`: series with an alarm of the same kind in this iteration.
+        """
         kind, since, slow = self._kind(shift.series), self.test.mean_since(shift.onset), set(self.test.slow)
         rows = range(kind.rows.start, kind.rows.stop) if shift.series != kind.common else ()
         near = [i for i in rows if i in alike or (i not in slow and since[i] >= ALIKE_SHARE * shift.after)]
@@ -253,7 +272,7 @@ class LaneTests:
         return named
 
     def _ended(self, shift: Shift, alike: set[int], findings: list[Finding]) -> list[int]:
-        """Return the series that recovered together with this one, it included; report the end of reported ones."""
+        """Return the series of `shift` and all series that recovered with it; add findings for the reported ones."""
         wait = self._raised.get(shift.series)
         since = self.test.mean_since(shift.onset)
         ended = [shift.series]
@@ -272,7 +291,7 @@ class LaneTests:
         return ended
 
     def _lasting_findings(self, iteration: int, causes: Causes) -> list[Finding]:
-        """Return findings of the waits that have lasted and have no other cause."""
+        """Return the findings of slow waits that lasted for long enough and have no other cause."""
         due = [i for i, wait in self._raised.items() if wait.due]
         known_causes = causes() if due else {}
         everywhere = {cause_onset for onsets in known_causes.values() for cause_onset in onsets}
@@ -306,7 +325,10 @@ class LaneTests:
         return findings
 
     def _is_negligible(self, series: int, onset: int) -> bool:
-        """Whether a shift is too small to count, or is only apparent: others became faster, or it is back to before."""
+        """Return whether a shift is too small to be reported, or only apparent.
+
+        It is apparent if the other lanes became faster, or if the wait only returned to its former length.
+        """
         kind, shift = self._kind(series), self.test.shift(series)
         if self._cost(shift) * self.usual_s < MIN_COST_S:
             return True
@@ -321,7 +343,11 @@ class LaneTests:
     def _is_caused(
         self, series: int, onset: int, causes: Mapping[int, Sequence[int]], everywhere: Collection[int]
     ) -> bool:
-        """Whether something else became slow at about the same time: one of its ranks, or, for a wait for all, any."""
+        """Return whether another finding with about the same onset may be the cause of a slow wait.
+
+        For a wait of one lane, the cause is one of the lane's ranks. For gradient sums and for the shared part, in
+        which all lanes wait for each other, it is any slow rank, link or job; for the shared part also any slow
+        lane."""
         kind = self._kind(series)
         other_onsets = everywhere
         if series == kind.common:
@@ -334,7 +360,8 @@ class LaneTests:
     def _finding(
         self, iteration: int, series: Sequence[int], onset: int, shift: float, source: Shift | _Raised | None
     ) -> Finding:
-        """Return a finding. `source`: the shift or raised wait behind it; None for a recovery under another plan."""
+        """Return a finding about several series. `source`: the shift or slow wait behind it; None for a recovery that
+        is found because the wait is absent under a new plan."""
         kind = self._kind(series[0])
         lanes = kind.lanes_of(series)
         ranks = self._ranks(lanes)
@@ -371,7 +398,7 @@ class LaneTests:
 
 
 def _kinds(stacked: Stacked) -> Iterator[_Kind]:
-    """Yield the kinds of wait that lanes of the plan have, with their series."""
+    """Yield each kind of wait that occurs under the plan, with its series."""
     busy = stacked.lengths[stacked.first_row[:-1]] > 0
     lanes: dict[Component, Ints] = {
         "collective": np.flatnonzero(busy & (np.diff(stacked.first_row) > 1)),

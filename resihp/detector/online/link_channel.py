@@ -1,9 +1,11 @@
-"""Finds the slow link between stages: its transfers against its own past and those of its peers. Pure, no clock.
+"""Finds slow links between stages by their transfer times, relative to the link's past and to its peers. Pure, no
+clock.
 
-A transfer can be measured if the receiver had to wait for it: it lasted from the sender's end to the receiver's start.
-If the receiver was busy until then, the transfer is known only to have been no longer, and is left out. A link has a
-direction, from a rank to the rank that receives from it, so that in a tensor-parallel group each rank has its own.
-Called by `resihp.detector.online.monitor`; the test is that of ranks (`resihp.detector.sequential.peer_cusum`).
+A link leads from a rank to the rank that receives from it, so that each rank of a tensor-parallel group has links of
+its own. The time of a transfer is measured only if the receiver had to wait for it: from the end of the sender's
+primitive to the start of the receiver's. If the receiver was busy, that time is only an upper bound, and is left out.
+The test is that of ranks (`resihp.detector.sequential.peer_cusum`). Called by `resihp.detector.online.monitor`; never
+decides on a reaction.
 """
 
 from __future__ import annotations
@@ -22,35 +24,43 @@ from resihp.detector.sequential.window import medians
 from resihp.pipeline.compiled import Ints
 
 MIN_IDLE_SHARE = 0.25
-"""A receiver waited for a transfer if it was idle for at least this share of it, and for MIN_WAIT_S."""
+"""A receiver waited for a transfer if it was idle for at least this share of the transfer, and for MIN_WAIT_S
+seconds."""
 MIN_WAIT_S = 20e-6
 MAX_HEALTHY_SPREAD = 0.25
-"""Highest difference between healthy links of one kind (between nodes, or within them), log units."""
+"""Largest difference between healthy links of one kind (between nodes, or within them), log units."""
 TOKEN_EXPONENTS = (0.0, 0.5, 1.0)
-"""Powers of N with which a transfer may grow: latency, both, bandwidth."""
+"""Powers of N with which the time of a transfer may grow: 0 for latency, 1 for bandwidth, 0.5 for both."""
 QUORUM_SHARE = 0.2
 """Share of the links that an iteration must have measured to count."""
 MIN_SHIFT = 0.05
-"""Smallest shift of a link that counts, log units."""
+"""Smallest slow-down of a link that is reported, log units."""
 ALIKE_SHARE = 0.6
-"""A link between the same stages, or of the same rank, with this share of a shift has it from the same cause."""
+"""A link between the same stages, or of the same rank, with at least this share of another link's shift has the same
+cause."""
 RESOLUTION_ITERATIONS, RESOLUTION_STARTS = 16, 4096
-"""Iterations of a plan from whose start times the resolution of clocks is read, and about how many start times."""
+"""Number of first iterations, and approximate number of start times in each, from which the clocks' resolution is
+read."""
 MAX_COUNTED_TRANSFERS = 4.0
-"""Transfers of one iteration beyond which a mean is not taken to be more precise: they share their noise."""
+"""Number of transfers in one iteration above which their mean does not become more precise, because they share their
+noise."""
 RECENT_ITERATIONS = 64
-"""Number of iterations whose transfers are kept, in seconds."""
+"""Number of latest iterations for which the seconds of transfers are kept."""
 MIN_CLOCK_ERRORS = 4.0
-"""Smallest slow-down of a transfer, as a multiple of the scatter in seconds from clocks and skewed starts."""
+"""Smallest slow-down of a transfer, as a multiple of the scatter that clocks and skewed starts cause."""
 MIN_STARTS = 16
+"""Smallest number of different start times from which a resolution can be read."""
 EQUAL_STARTS_S = 1e-7
-"""Start times that differ by less are equal, seconds."""
+"""Start times that differ by less than this are equal, seconds."""
 SAME_CAUSE_ITERATIONS = 8
-"""Highest distance of onsets, in iterations, at which two slow-downs may have the same cause."""
+"""Largest distance of onsets, in iterations, at which two slow-downs may have the same cause."""
 
 
 class Links:
-    """The links of a plan, L pairs of ranks, and how transfers are read from ranks' measurements."""
+    """The L links of a plan, and the computation of transfer times from the measurements of ranks.
+
+    `nodes`: the node of each rank; None if unknown.
+    """
 
     def __init__(self, stacked: Stacked, nodes: Mapping[int, Hashable] | None = None) -> None:
         self._stacked = stacked
@@ -61,13 +71,13 @@ class Links:
             lanes[replica, stage] = i
         ends = lanes[compiled.replica[compiled.edges], compiled.stage[compiled.edges]]
         code, self._way = np.unique(ends[0] * len(stacked.places) + ends[1], return_inverse=True)
-        """Ways are pairs of lanes; `_way` has, for each edge, the way that it takes."""
+        """The way of each edge (transfer); a way is a pair of lanes, sender and receiver."""
         self._senders, self._receivers = (side.astype(np.intp) for side in np.divmod(code, max(len(stacked.places), 1)))
         widths = np.diff(stacked.first_row)
         self._widths = np.maximum(widths[self._senders], widths[self._receivers])
         self._first: Ints = np.concatenate([[0], np.cumsum(self._widths)])
         self.way: Ints = np.repeat(np.arange(len(code)), self._widths)
-        """(L,): way of each link; links of one way join the same two stages, in one direction."""
+        """(L,): the way of each link; links of one way join the same two stages in the same direction."""
         self.lanes: Ints = np.stack([self._senders[self.way], self._receivers[self.way]])
         """(2, L): the lanes of sender and receiver."""
         turn = np.arange(self.way.size) - self._first[:-1][self.way]
@@ -79,10 +89,11 @@ class Links:
             ]
         )
         self.pairs: Ints = stacked.ranks[self._rows].reshape(2, -1).T
-        """(L, 2): sender and receiver. Of unequal groups, part c goes from c * U // max(U, D) to c * D // max(U, D)."""
+        """(L, 2): sending and receiving rank of each link. Between groups of U and D ranks there are max(U, D) links;
+        link c leads from rank c * U // max(U, D) of one group to rank c * D // max(U, D) of the other."""
         self.comparable = nodes is not None
         self.kind: Ints = np.zeros(len(self.pairs), dtype=np.intp)
-        """(L,): 1 for links within a node, 0 for links between nodes; 0 for all if nodes are unknown."""
+        """(L,): 1 for a link within a node, 0 for a link between nodes; 0 for all links if nodes are unknown."""
         between: set[frozenset[Hashable]] = set()
         if nodes is not None:
             ends_at = [
@@ -91,21 +102,21 @@ class Links:
             self.kind[:] = [a == b for a, b in ends_at]
             between = {frozenset(both) for both in ends_at if both[0] != both[1]}
         self.one_path: bool = len(between) == 1
-        """Whether there are links between nodes, and all of them join the same two nodes."""
+        """Whether there are links between nodes, all of which join the same two nodes."""
         self._transfers: tuple[Ints, Ints, Ints, Ints] | None = None
         self.resolution_s = 0.0
         self._looks = 0
-        """Iterations from which the clocks' resolution (`resolution_s`) was read so far."""
+        """Number of iterations from which the clocks' resolution (`resolution_s`) was read so far."""
 
     @property
     def size(self) -> int:
         return len(self.pairs)
 
     def measured(self, columns: Floats) -> tuple[Floats, Floats, Floats]:
-        """Return geometric means (L,) of the transfers that were waited for, in seconds, and of their N, NaN for none;
-        and the number of these transfers.
+        """Return, for each link, the transfers of an iteration that the receiver had to wait for, as three arrays (L,).
 
-        `columns` as `Stacked.columns` returns them.
+        The arrays are the geometric mean of the seconds, the geometric mean of N, and the number of transfers. Means
+        are NaN for a link without such transfers. `columns`: result of `Stacked.columns`.
         """
         send, receive, previous, link = self._of_transfers()
         starts = columns[STARTS]
@@ -124,15 +135,18 @@ class Links:
         return delays, tokens, counts
 
     def edge_seconds(self, seconds: Floats) -> Floats:
-        """Return (E,): the seconds of each transfer over the slowest link that carries it, from seconds of links
-        (L,)."""
+        """Return (E,): the seconds of each transfer, from the seconds of links (L,).
+
+        The slowest of the links between both lanes counts.
+        """
         if not self.size:
             return np.zeros(self._way.size)
         return np.asarray(np.fmax.reduceat(seconds, self._first[:-1])[self._way])
 
     def _of_transfers(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """Return, for each part of each transfer, the columns of the sender's and the receiver's primitive, the column
-        before the latter (or -1), and its link. Computed on first use."""
+        """Return, for each part of each transfer, four indices: the column of the sender's primitive, the column of the
+        receiver's primitive, the column before the receiver's (-1 for the first), and the link. Computed on first
+        use."""
         if self._transfers is None:
             compiled = self._stacked.compiled
             wide = self._widths[self._way]
@@ -147,7 +161,11 @@ class Links:
 
 
 class LinkTest:
-    """Sequential tests of all links of a plan. `known_shifts`: log shifts already reported, by (sender, receiver)."""
+    """Sequential tests of all links of a plan.
+
+    `known_shifts`: slow-downs that were already reported, log units, by (sender, receiver). `false_alarms_per`,
+    `patience`, `least`: as in `PeerTest`.
+    """
 
     def __init__(
         self,
@@ -167,7 +185,8 @@ class LinkTest:
         self._first: list[tuple[int, Floats, Floats, Floats]] = []
         self._recent: deque[tuple[int, Floats]] = deque(maxlen=RECENT_ITERATIONS)
         self._seen: tuple[Floats, Floats] | None = None
-        """Logs of seconds and N measured in the latest iteration; NaN for links without a measurable transfer."""
+        """Logs of the seconds and N that the latest iteration measured, (L,) both; NaN for links without a
+        measurement."""
         self._together: dict[int, tuple[int, ...]] = {}
         self.test = PeerTest(
             links.kind,
@@ -181,35 +200,40 @@ class LinkTest:
 
     @property
     def ready(self) -> bool:
-        """False until the usual duration of transfers is learnt."""
+        """Whether the usual duration of transfers is learnt."""
         return len(self._first) >= LEARNING_ITERATIONS
 
     @property
     def slow(self) -> dict[tuple[int, int], float]:
-        """Log shift of each link that is slow."""
+        """Slow-down of each slow link, log units."""
         return {self._names[i]: self.test.shift(i) for i in self.test.slow}
 
     @property
     def apart_from_healthy(self) -> Floats:
-        """(L,): log of the latest iteration's transfer times over their healthy times; NaN if no transfer was waited
-        for, or nothing is learnt yet."""
+        """(L,): log of the latest transfer time over the healthy transfer time of each link.
+
+        NaN for a link without a measured transfer, and for all links until levels are learnt.
+        """
         if self._seen is None or not (self.ready and self.test.ready):
             return np.full(self.links.size, np.nan)
         return self._apart(*self._seen) - self.test.levels(healthy=True)
 
     def _apart(self, delay: Floats, token: Floats) -> Floats:
-        """Return logs of delays relative to the usual delay of their kind of link and N."""
+        """Return (L,): log of each delay relative to the usual delay for this kind of link and N; arguments are
+        logs."""
         return delay - self._exponent * token - self._usual
 
     def seconds(self, *, healthy: bool) -> Floats:
-        """Return (L,): seconds of a mean transfer over each link at present, or when healthy; 0 while unknown."""
+        """Return (L,): seconds of a transfer of usual size over each link, at present or when healthy; 0 while
+        unknown."""
         if not self.ready:
             return np.zeros(self.links.size)
         usual = self._usual + self._exponent * np.log(self._tokens)
         return np.asarray(np.exp(usual + self.test.levels(healthy=healthy)))
 
     def clear(self, name: tuple[int, int], iteration: int) -> None:
-        """Note that the link was measured to be healthy; links found together with it are cleared as well."""
+        """Note that a probe found the link `name` healthy. Links that were found slow together with it are cleared,
+        too."""
         if name in self._index:
             series = self._index[name]
             for i in {series, *self._together.pop(series, ())} & {series, *self.test.slow}:
@@ -218,9 +242,10 @@ class LinkTest:
     def update(
         self, iteration: int, delays: Floats, tokens: Floats, counts: Floats, excused: Mapping[int, int]
     ) -> tuple[Finding, ...]:
-        """Take an iteration's means as `Links.measured` returns them; NaN for links without a measured transfer.
+        """Test an iteration and return the findings.
 
-        `excused`: onsets of ranks that are slow themselves; their transfers may be late because of that.
+        `delays`, `tokens`, `counts`: results of `Links.measured`. `excused`: onset of each slow rank; the slow rank may
+        be the cause of late transfers from and to it, so that these make no finding.
         """
         self._seen = None
         sound = (delays > 0.0) & (delays < MAX_CHUNK_S) & (tokens > 0.0)
@@ -263,11 +288,11 @@ class LinkTest:
         return self._names[shift.series]
 
     def _beyond_clocks(self, shift: Shift) -> bool:
-        """Whether a transfer became later by more than clocks and skewed starts of iterations can explain.
+        """Return whether transfers became longer by more than clock errors and skewed starts can explain.
 
-        If ranks begin an iteration apart by s, transfers in one direction seem longer by s and those back shorter: the
-        difference of both directions scatters more than their sum, and if only it shifts, no link is slower.
-        """
+        If two ranks begin an iteration s seconds apart, transfers in one direction seem s longer, and those in the
+        other direction s shorter. The difference of both directions then scatters more than their sum. If only the
+        difference shifts, no link became slower."""
         i = shift.series
         iterations = np.array([iteration for iteration, _ in self._recent])
         back = self._index.get(self._names[i][::-1])
@@ -293,7 +318,10 @@ class LinkTest:
         return moved >= MIN_CLOCK_ERRORS * math.hypot(skew, self.links.resolution_s / math.sqrt(6))
 
     def _begin(self) -> list[Shift]:
-        """Learn the usual duration of links of a kind, and the power of N with least spread; return first shifts."""
+        """Learn the usual duration of transfers of each kind of link, and its power of N; return the first shifts.
+
+        The power with the least spread of durations is chosen.
+        """
         delays = np.array([delay for _, delay, _, _ in self._first])
         tokens = np.array([token for _, _, token, _ in self._first])
         spreads = []
@@ -314,8 +342,10 @@ class LinkTest:
         return shifts
 
     def _joined(self, shift: Shift, raised: set[int]) -> list[int]:
-        """Return the links that shifted with this one: between the same stages in either direction, or of one of its
-        two ranks."""
+        """Return the link of `shift` and all links that shifted with it, and mark them slow or recovered.
+
+        Candidates are the links between the same two stages, in either direction, and the links of its two ranks.
+        """
         if shift.kind == "recovered":
             near = [i for i in self._together.pop(shift.series, ()) if i != shift.series]
         else:
@@ -365,7 +395,8 @@ class LinkTest:
 
 
 def _resolution(starts: Floats) -> float:
-    """Return the step, in seconds, of which all start times are multiples; 0 if there is none."""
+    """Return the clock's resolution: the step, in seconds, of which all start times are multiples; 0 if there is
+    none."""
     distinct_starts = np.unique(starts[np.isfinite(starts) & (starts > 0.0) & (starts < MAX_CHUNK_S)])
     if distinct_starts.size < MIN_STARTS:
         return 0.0
@@ -378,6 +409,6 @@ def _resolution(starts: Floats) -> float:
 
 
 def _scatter(values: Floats) -> float:
-    """Return the standard deviation, from the median of absolute deviations."""
+    """Return a robust standard deviation of the finite values, from the median of their absolute deviations."""
     finite = values[np.isfinite(values)]
     return 1.4826 * float(np.median(np.abs(finite - np.median(finite))))

@@ -1,21 +1,21 @@
-"""The detector that the controller asks after each committed iteration: its expected time, and the slow parts.
+"""Judges each committed iteration of a running job: its expected time, and the ranks and links that are slow.
 
-Five channels examine an iteration:
+The controller calls it after each iteration. It measures nothing, starts no probes, and leaves reactions to the
+controller. Pure, no clock. Five channels examine an iteration:
 
 ===================  ==================================================================================================
-`iteration_channel`  its seconds against Eq. 2 over Eq. 1 (`pipeline.compiled`, `predictor`), change points of the log
-                     ratio (`changes`). Sees everything, including common slow-downs, but cannot localise
-`rank_channel`       each rank's own work against its prediction, relative to all others
-`link_channel`       transfers against the link's own past, relative to all others
-`between_nodes`      the common part of all links between nodes
-`beside`             ranks that are slow now and then; collectives, gradient sums and data (`lane_channel`)
+`iteration_channel`  the iteration's seconds relative to the prediction, by change points of the log ratio (`changes`).
+                     Sees every slow-down, including common ones, but cannot localise it. The prediction is the paper's
+                     Eq. 2 (`pipeline.compiled`) over the chunk times of Eq. 1 (`predictor`)
+`rank_channel`       each rank's own work relative to its prediction and to all other ranks
+`link_channel`       transfers relative to the link's own past and to all other links
+`between_nodes`      the slow-down that all links between nodes share
+`beside`             ranks that are slow in some iterations only; collectives, gradient sums and data (`lane_channel`)
 ===================  ==================================================================================================
 
-All but the first see milder changes, earlier, and name the slow part. Their findings become part of the expectation
-that the first one compares with, so that one failure makes one finding. Without measurements of chunks only plain
-iteration times are left: the first channel then tests their logarithm.
-
-This module measures nothing, starts no probes, and leaves reactions to the controller. Pure, no clock.
+The last four channels detect smaller slow-downs, detect them earlier, and name the slow rank or link. Their findings
+become part of the time that `iteration_channel` expects, so that one failure makes one finding. If chunks are not
+measured, `iteration_channel` alone tests the logarithm of plain iteration times.
 """
 
 from __future__ import annotations
@@ -47,32 +47,31 @@ from resihp.pipeline.timeline import Orders
 __all__ = ["Assessment", "Finding", "Monitor"]
 
 MIN_RANK_SHIFT = 0.03
-"""Smallest shift of a rank that counts, log units."""
+"""Smallest slow-down of a rank that is reported, log units."""
 MAX_BESIDE_SAMPLES = 60
 """Number of iterations from which the time outside of chunks (synchronisation, optimizer step) is learnt."""
 MIN_WHOLE_SHIFT = 0.04
-"""Smallest change of whole iterations that counts while ranks and links are tested as well; log units."""
+"""Smallest slow-down of whole iterations that is reported while ranks and links are tested as well, log units."""
 FOREIGN_ITERATIONS, FOREIGN_FADING = 3.0, 0.9
-"""Iterations in a row, with a workload outside of the learnt range, after which that workload is learnt as well; each
-iteration within the range multiplies the count by the second number."""
+"""Number of iterations with a workload outside of the learnt range after which that workload is learnt as well; each
+iteration within the range multiplies the count by FOREIGN_FADING."""
 MAX_LEVEL = 0.2
-"""A healthy level of iterations this far from the sum of their parts is not credible; log units."""
+"""Largest credible difference between the healthy level of iterations and their prediction, log units."""
 MIN_UNEXPLAINED = 0.15
-"""Excess of iterations over everything known to be slow, from which on there must be another cause; log units."""
+"""Excess over the time expected with all known slowness at which there must be another cause, log units."""
 RECENT_ITERATIONS = 3
-"""Number of latest iterations that show this excess: a single one may be long by chance."""
+"""Number of latest iterations from whose median that excess is taken: a single iteration may be long by chance."""
 MIN_PLAIN_SHIFT = 0.03
-"""Smallest change that counts if only plain iteration times are known, log units."""
+"""Smallest slow-down that is reported if only plain iteration times are known, log units."""
 
 
 class Monitor:
-    """Judges iterations of the plan adopted last; its knowledge of healthy times survives a change of plan.
+    """resihp's own detector: judges each iteration of the adopted plan. Learnt healthy times survive a change of plan.
 
     `false_alarms_per`: lower bound of the mean number of iterations between false alarms, over all channels, ranks and
-    links. `patience`: iterations for which a cleared suspicion is not raised again on the same evidence; doubled each
-    time that it is, up to four times. `least`: smallest slow-down of a rank that counts, log units; coarser channels
-    keep their own.
-    """
+    links. `patience`: number of iterations after a healthy probe in which the same evidence raises no suspicion;
+    doubled at each further healthy probe of the same rank, up to four times the first value. `least`: smallest
+    slow-down that is reported, log units; channels with a larger limit of their own apply their own."""
 
     def __init__(
         self,
@@ -83,34 +82,38 @@ class Monitor:
         least: float = MIN_RANK_SHIFT,
     ) -> None:
         self.predictor = Predictor() if predictor is None else predictor
-        """Healthy times of chunks. Kinds: F, B and W, and BW for a B that does the work of both."""
+        """Learnt healthy times of chunks. Kinds of chunks: F, B and W, and BW for a B that does the work of a W as
+        well."""
         self._false_alarms_per, self._patience, self._least = false_alarms_per, patience, least
         self._frame: Frame | None = None
         self._job_slow: float | None = None
-        """Approximate healthy level of whole iterations while the job as a whole is slow, NaN if unknown; else None."""
+        """None while the job as a whole is healthy; else the approximate healthy level of whole iterations, NaN if it
+        is unknown."""
         self._ranks: RankTest
         self._between: BetweenNodes
         self._whole: WholeTest
         self._beside: Beside | None = None
         self._before = -math.inf
-        """Level of whole iterations before the present slowness was found; as that ends, a lower one may be learnt."""
+        """Level of whole iterations before the present slowness was found, because a lower level may be learnt when
+        that slowness ends; -inf if there is none."""
         self._slow: dict[int, float] = {}
-        """Log shifts of slow ranks, including those without work."""
+        """Slow-down of each slow rank, log units; ranks on standby included."""
         self._slow_links: dict[tuple[int, int], float] = {}
         self._confirmed: dict[int, float] = {}
         self._expected = True
-        """Whether the expected iteration time includes everything known of slow ranks and links."""
+        """Whether the expected iteration time is up to date with all known slow ranks and links."""
         self._cooldowns: dict[int, Cooldown] = {}
-        """Cooldowns of ranks that a probe found healthy; expired ones keep their patience."""
+        """Cooldowns of ranks that a probe found healthy. Expired ones are kept, because `patience` doubles from
+        them."""
 
     # --- plans ------------------------------------------------------------------------------------------------------
 
     def adopt(self, plan: Plan, model: ModelSpec, orders: Orders, nodes: Mapping[int, Hashable] | None = None) -> None:
-        """Switch to a plan that takes effect. Statistics restart; knowledge of chunks and of slow ranks and links
-        stays.
+        """Judge the iterations of `plan` from now on.
 
-        `nodes`: node of each rank, if known: links within and between nodes can then be compared from the start.
-        Iterations may begin at any number. Raises PlanError for orders that cannot be carried out.
+        Statistics restart; learnt chunk times and known slow ranks and links are kept. `nodes`: the node of each rank;
+        if known, links within nodes and links between nodes are compared with each other from the start. The plan's
+        first iteration may have any number. Raises PlanError for orders that cannot be carried out.
         """
         self._remember()
         frame = Frame(plan, orders, nodes)
@@ -147,29 +150,30 @@ class Monitor:
 
     @property
     def stacked(self) -> Stacked | None:
-        """The adopted plan as arrays; defines the rows of `observe_stacked`."""
+        """The adopted plan as arrays; defines the rows of `observe_stacked`. None before the first plan."""
         return None if self._frame is None else self._frame.stacked
 
     @property
     def links(self) -> Links | None:
-        """Links of the adopted plan, in the order of `observe_stacked`."""
+        """Links of the adopted plan, in the order of `observe_stacked`. None before the first plan."""
         return None if self._frame is None else self._frame.links
 
     @property
     def settled(self) -> bool:
-        """Whether learning is complete: all kinds of chunks of the adopted plan are learnt, and their times stay."""
+        """Whether learning is complete: the healthy times of all kinds of chunks in the adopted plan are known and no
+        longer change."""
         return self._frame is not None and self._frame.fitted and not self.predictor.learning
 
     @property
     def beside_s(self) -> float:
-        """Seconds of an iteration outside of its chunks, under the adopted plan: synchronisation and optimizer step."""
+        """Seconds per iteration of the adopted plan outside of chunks: synchronisation and optimizer step."""
         return 0.0 if self._frame is None else self._frame.beside_s
 
     def healthy_transfers(self) -> tuple[float | None, float | None]:
-        """Return median seconds of a mean healthy transfer, between nodes and within a node; None if there is no such
-        link.
+        """Return the median seconds of a healthy transfer over links between nodes, and over links within a node.
 
-        If the ranks' nodes are unknown, all links count as between nodes.
+        None for a kind without links, or while its times are unknown. If the nodes of ranks are unknown, all links
+        count as links between nodes.
         """
         if self._frame is None:
             return None, None
@@ -184,9 +188,9 @@ class Monitor:
     # --- iterations -------------------------------------------------------------------------------------------------
 
     def observe(self, observation: Observation) -> Assessment:
-        """Judge a committed iteration. Ignores one of another epoch, repeated or out of order.
+        """Judge a committed iteration. An iteration of another epoch, repeated or out of order, is ignored.
 
-        Ranks that did not report, and impossible measurements, are left out.
+        Missing reports of ranks and impossible measurements are left out.
         """
         frame = self._next(observation.iteration, observation.epoch)
         if frame is None:
@@ -210,10 +214,10 @@ class Monitor:
         return self._judge(frame, observation.iteration, observation.seconds, sums)
 
     def observe_stacked(self, iteration: int, epoch: int, seconds: float, sums: Sums) -> Assessment:
-        """Judge an iteration from sums that the ranks computed; until `settled`, pass chunk times to `learn` as well.
+        """Judge a committed iteration from sums that the ranks computed; until `settled`, call `learn` as well.
 
-        Rows of ranks are those of `plan_arrays`, of links those of `link_channel`. Raises ValueError for arrays of
-        other shapes.
+        Arrays over ranks have the order of `Stacked.ranks`, arrays over links that of `Links.pairs`. Raises ValueError
+        for arrays of other shapes.
         """
         frame = self._next(iteration, epoch)
         if frame is None:
@@ -233,15 +237,19 @@ class Monitor:
         return self._judge(frame, iteration, seconds, msgspec.structs.replace(sums, compute=compute))
 
     def learn(self, observation: Observation) -> None:
-        """Learn healthy chunk times from the ranks in it without judging; a few ranks of each kind of stage suffice."""
+        """Learn healthy chunk times from an iteration without judging it.
+
+        The measurements of a few ranks of each kind of stage suffice.
+        """
         if self._frame is not None and observation.epoch == self._frame.epoch:
             columns = self._frame.stacked.columns(observation.times)
             self._teach(self._frame, observation.iteration, columns)
 
     def forecast(self, tokens: npt.ArrayLike, squares: npt.ArrayLike) -> float | None:
-        """Return the seconds that an iteration of the adopted plan should take, from N and S (M,) of its micro-batches.
+        """Return the expected seconds of an iteration of the adopted plan, if slow ranks and links stay slow.
 
-        Slow parts are assumed to stay slow. None while too little is known, or for another number of micro-batches.
+        `tokens`, `squares`: token count N and sum of squared lengths S of each micro-batch, (M,) both. None while too
+        little is known, or if the plan has another number of micro-batches.
         """
         workload = [np.asarray(values, dtype=np.float64) for values in (tokens, squares)]
         if self._frame is None or any(len(values) != self._frame.stacked.compiled.micro_batches for values in workload):
@@ -255,12 +263,13 @@ class Monitor:
     # --- slow ranks, links and job ----------------------------------------------------------------------------------
 
     def speeds(self) -> dict[int, float]:
-        """Return the present speed of each rank that was found slow, 1 is healthy: as confirmed, else as estimated."""
+        """Return the present speed of each slow rank, 1 is healthy: the speed that a probe confirmed, else an
+        estimate."""
         self._remember()
         return {rank: self._confirmed.get(rank, math.exp(-shift)) for rank, shift in sorted(self._slow.items())}
 
     def standing(self, rank: int) -> RankStanding | None:
-        """Return why `rank` is considered slow or healthy; None for a rank without work in the adopted plan."""
+        """Return the judgement of `rank` and its reasons; None for a rank that is not in the adopted plan's stages."""
         frame = self._frame
         row = None if frame is None else frame.stacked.row.get(rank)
         if frame is None or row is None:
@@ -268,7 +277,7 @@ class Monitor:
         return self._ranks.standing(row, frame.reported(row))
 
     def scores(self) -> tuple[npt.NDArray[np.int64], Floats, Floats] | None:
-        """Return (R,) each: ranks with work, their levels (1 healthy, NaN unknown) and evidence, as in `standing`.
+        """Return all ranks with work, and their `level` and `evidence` as in `RankStanding`, each of shape (R,).
 
         None while no rank can be judged.
         """
@@ -280,17 +289,18 @@ class Monitor:
         return frame.stacked.ranks[busy], np.exp(levels[busy]), evidence[busy]
 
     def coverage(self) -> dict[int, int]:
-        """Return, for each rank of the adopted plan with work, the iteration of its last usable measurements.
+        """Return, for each rank with work, the last iteration with usable measurements of that rank.
 
-        For ranks that never had any, the iteration before the plan's first: they are not watched.
+        For a rank without any such iteration, return the iteration before the first one that was measured under the
+        adopted plan: that rank is not watched. Empty before the first measurements.
         """
         return {} if self._frame is None else self._frame.coverage()
 
     def confirmed(self, rank: int, speed: float) -> None:
-        """Record the speed at which a rank was declared slow.
+        """Record the speed at which `rank` was declared slow; 1 is healthy.
 
-        It holds until the rank is cleared, recovers or becomes slower.
-        Raises ValueError for a speed that is not positive.
+        The speed is valid until the rank is cleared, recovers or becomes slower. Raises ValueError for a speed that is
+        not positive.
         """
         if not (math.isfinite(speed) and speed > 0.0):
             raise ValueError(f"rank {rank}: speed {speed} is not a positive number; 1 is healthy, 0.5 is half as fast")
@@ -314,11 +324,11 @@ class Monitor:
         self._expected = False
 
     def job_is_slow(self) -> None:
-        """Record that the job as a whole has been slow since before the first plan that is adopted."""
+        """Record, before the first `adopt`, that the job as a whole is slow, so that its recovery will be reported."""
         self._job_slow = math.nan
 
     def cleared_link(self, sender: int, receiver: int) -> None:
-        """Record that a probe found the link healthy in this direction."""
+        """Record that a probe found the link from rank `sender` to rank `receiver` healthy."""
         self._remember()
         if self._slow_links.pop((sender, receiver), None) is not None and self._frame is not None:
             link, last = (sender, receiver), self._frame.last or 0
@@ -331,7 +341,10 @@ class Monitor:
     # --- one iteration ----------------------------------------------------------------------------------------------
 
     def _next(self, iteration: int, epoch: int) -> Frame | None:
-        """Return the frame of an iteration if the iteration is later than all before; else None."""
+        """Return the frame of the adopted plan, and mark `iteration` as seen.
+
+        None if the iteration is of another epoch, or not later than all iterations before.
+        """
         frame = self._frame
         if frame is None or epoch != frame.epoch or (frame.last is not None and iteration <= frame.last):
             return None
@@ -352,7 +365,7 @@ class Monitor:
             frame.stacked.teach(self.predictor, iteration, columns, frame.teachers(self._slow))
 
     def _judge_plain(self, frame: Frame, iteration: int, seconds: float) -> Assessment:
-        """Judge by the iteration's seconds alone: robust statistics of their logarithm."""
+        """Judge an iteration without measurements of chunks, by its seconds alone."""
         if frame.measured or not 0.0 < seconds < MAX_CHUNK_S:
             return Assessment(predicted_s=None, known=self._known())
         findings = self._plain.update(iteration, math.log(seconds))
@@ -392,7 +405,10 @@ class Monitor:
         return Assessment(predicted_s=predicted, findings=findings, known=self._known())
 
     def _foreign(self, frame: Frame, sums: Sums) -> bool:
-        """Whether this workload is outside of the learnt range: then it is learnt, and nothing is judged by it."""
+        """Return whether the workload is outside of the learnt range, so that the iteration cannot be judged.
+
+        After `FOREIGN_ITERATIONS` of them, the predictor learns this range as well.
+        """
         if frame.stacked.covered(self.predictor, sums.tokens, sums.squares):
             frame.foreign *= FOREIGN_FADING
             return False
@@ -404,10 +420,10 @@ class Monitor:
         return True
 
     def _begin_anew(self, frame: Frame) -> tuple[Finding, ...]:
-        """Learn levels anew after a change of predictions, from the iterations that are still kept.
+        """Learn the levels of ranks and of whole iterations again, because the predictions changed.
 
-        For a rank that is or was slow, only iterations since that change count: earlier ones would be taken for its
-        level now.
+        Judges the latest iterations (`Frame.kept`) again and returns the findings. For a rank that became slow or
+        recovered, only iterations since then count, because earlier ones do not show its present level.
         """
         self._remember()
         frame.revision = self.predictor.revision
@@ -428,9 +444,10 @@ class Monitor:
         return tuple(msgspec.structs.replace(finding, detected=frame.last or 0) for finding in findings)
 
     def _carried_over(self, frame: Frame) -> float | None:
-        """Return the approximate level of healthy iterations against changed predictions; None if it was not known.
+        """Return the approximate healthy level of whole iterations relative to the changed predictions.
 
-        The former level is corrected by the difference between old and new predictions of the same iterations.
+        It is the former level, corrected by the difference between old and new predictions of the same iterations. None
+        if the former level is unknown.
         """
         level, differences = self._whole.expected, []
         for _, _, sums, former in frame.kept:
@@ -442,7 +459,10 @@ class Monitor:
     def _judge_whole(
         self, frame: Frame, iteration: int, seconds: float, expected: Floats
     ) -> tuple[float | None, tuple[Finding, ...]]:
-        """Return the iteration's healthy seconds, and findings about the whole job; `expected` (V,): of its chunks."""
+        """Return the predicted healthy seconds of the iteration, and findings about the whole job.
+
+        `expected` (V,): healthy seconds of each slot. The prediction is None if it is not credible.
+        """
         present, healthy = self._now_and_healthy(frame, expected)
         frame.present_s, frame.healthy_s = None, healthy
         if not 0.0 < healthy < MAX_CHUNK_S:
@@ -472,7 +492,7 @@ class Monitor:
         ratios: Floats,
         findings: tuple[Finding, ...],
     ) -> tuple[Finding, ...]:
-        """Return findings of the tests beside ranks, links and job; `findings`: those of the others so far."""
+        """Return the findings of `beside` for this iteration. `findings`: the findings of the other channels."""
         assert self._beside is not None
         self._beside.note_findings(findings, self._links.slow)
         before, added_s = self._beside.lanes.slow.keys(), self._beside.added_s
@@ -490,8 +510,11 @@ class Monitor:
     def _account_for_findings(
         self, frame: Frame, seconds: float, expected: Floats, findings: tuple[Finding, ...]
     ) -> None:
-        """Add findings to the expectation, and learn whole iterations anew, unless the findings explain only a small
-        part of the excess since their onset."""
+        """Add findings to the expected time, and learn the level of whole iterations again.
+
+        The level is kept if the findings explain only a small part of the excess since their onset, so that
+        `iteration_channel` reports the remaining part.
+        """
         frame.present_s, _ = self._now_and_healthy(frame, expected)
         self._account_for(findings)
         added_s = self._now_and_healthy(frame, expected)[0] - frame.present_s
@@ -501,11 +524,10 @@ class Monitor:
             self._whole.begin()
 
     def _leaves_more(self, frame: Frame, seconds: float, added_s: float) -> bool:
-        """Whether the last iterations took far longer than with everything known to be slow, including the latest
-        finding.
+        """Return whether the latest iterations took far longer than all known slowness explains.
 
-        `added_s`: seconds by which that finding lengthens this iteration. It then explains less than half of the
-        excess, and may itself be caused by the remaining part.
+        `added_s`: seconds by which the latest finding lengthens this iteration. If the result is True, that finding
+        explains less than half of the excess, and may itself be caused by the remaining part.
         """
         usual, present_s = self._whole.expected, frame.present_s
         if usual is None or present_s is None or not 0.0 < min(present_s, present_s + added_s) < MAX_CHUNK_S:
@@ -526,7 +548,10 @@ class Monitor:
         return unexplained > max(MIN_UNEXPLAINED, abs(explained))
 
     def _now_and_healthy(self, frame: Frame, expected: Floats) -> tuple[float, float]:
-        """Return the seconds of an iteration as things stand, and with everything healthy."""
+        """Return the expected seconds of an iteration: with the present slow ranks and links, and with none of them.
+
+        `expected` (V,): healthy seconds of each slot.
+        """
         if not self._expected:  # computed on demand: verdicts and cooldowns arrive by the thousand
             self._expect()
         healthy = self._priced(frame, expected, frame.transfers)
@@ -543,7 +568,7 @@ class Monitor:
     # --- knowledge of ranks and links -------------------------------------------------------------------------------
 
     def _account_for(self, findings: tuple[Finding, ...]) -> None:
-        """Expect from now on that everything slow stays slow."""
+        """Include the findings in the expected time: from now on, slow ranks and links are expected to stay slow."""
         for finding in findings:
             for rank in finding.ranks:
                 self._confirmed.pop(rank, None)
@@ -551,7 +576,7 @@ class Monitor:
         self._expect()
 
     def _remember(self) -> None:
-        """Copy the tests' knowledge of slow ranks and links under the present plan."""
+        """Copy the slow ranks and links that the tests know under the adopted plan, to keep them across plans."""
         frame = self._frame
         if frame is None:
             return
@@ -563,7 +588,11 @@ class Monitor:
         self._slow_links = {n: shift for n, shift in self._slow_links.items() if n not in names} | self._links.slow
 
     def _expect(self) -> None:
-        """Compute the parts of an iteration as things stand, and with everything healthy."""
+        """Compute the seconds of transfers and the factors of chunks, with the present slow ranks and links and
+        without.
+
+        The results are attributes of the frame.
+        """
         frame = self._frame
         if frame is None:
             return
@@ -579,6 +608,8 @@ class Monitor:
 
 
 def _levelled(seconds: float, level: float, most: float = math.inf) -> float:
-    """Correct seconds by the usual difference between iterations and their parts; not if `level` is NaN or beyond
-    `most`."""
+    """Return `seconds` corrected by `level`, the usual log ratio of measured over predicted seconds.
+
+    A level that is NaN or beyond `most` is ignored.
+    """
     return seconds * math.exp(level) if abs(level) < most else seconds

@@ -1,8 +1,9 @@
-"""A plan's ranks, work and links as arrays, and an iteration's measurements as sums over them. Pure, no clock.
+"""Converts a plan to arrays over its ranks, and the measurements of an iteration to sums over these arrays.
 
-Built once for each plan that takes effect, by `resihp.detector.online.monitor`; an iteration then costs a few numpy
-calls over all ranks. Ranks are *rows*: by replica, stage and place in the tensor-parallel group. A rank's measurements
-are *columns*, one for each primitive of its stage's order, row after row.
+`resihp.detector.online.monitor` builds the arrays once for each adopted plan; an iteration then costs a few numpy calls
+over all ranks. Each rank is a *row*, ordered by replica, stage and place in the tensor-parallel group. A *lane* is the
+tensor-parallel group of a stage. Measurements are *columns*: one for each primitive of a rank's order, rank after rank.
+A *slot* is a primitive of a stage for one micro-batch and chunk (`pipeline.compiled`). Judges nothing; pure, no clock.
 """
 
 from __future__ import annotations
@@ -21,52 +22,55 @@ from resihp.pipeline.compiled import PRIMITIVE_KINDS, CompiledOrders, Ints
 
 STARTS, SPANS, COMPUTE, TOKENS, SQUARES = range(len(CHUNKS))
 SAME_END_SHARE, SAME_END_S = 1e-3, 1e-3
-"""Gradient sums that all end within this share of the iteration, or this many seconds, have waited for each other."""
+"""If the gradient sums of all lanes end within this share of the time of the latest one, or within this many seconds,
+all lanes waited for each other."""
 MAX_CHUNK_S = 1e5
-"""Longest credible duration of a chunk, in seconds; a longer one was timed by a clock that jumped."""
+"""Longest credible duration of a chunk, in seconds; a longer one means that a clock jumped."""
 
 
 class LaneTimes(msgspec.Struct, frozen=True, eq=False):
-    """Seconds that lanes (tensor-parallel groups) waited in one iteration, beside their work and transfers.
+    """Seconds that lanes (tensor-parallel groups) waited in one iteration, apart from their work and transfers.
 
-    All have shape (lanes,), in the order of `Stacked.places`; NaN where nothing was measured, or for a lane without
+    All arrays have shape (lanes,), in the order of `Stacked.places`; NaN for a lane without measurements or without
     this kind of wait.
     """
 
     collective: Floats
-    """Over all chunks: from when the group's last rank could begin until the end, minus the most work of a rank."""
+    """Waits in collectives, summed over chunks: from the moment at which the last rank had its inputs to the end of the
+    chunk, minus the longest own work of a rank."""
     reduction: Floats
-    """Gradient sums, from when the last lane with the same layers had finished its last chunk."""
+    """Gradient sums: from the moment at which the last lane with the same layers had finished its last chunk."""
     data: Floats
     """Wait of a first stage before its first chunk."""
 
 
 class Sums(msgspec.Struct, frozen=True, eq=False):
-    """One iteration of M micro-batches on R ranks with L links, NaN where nothing (sound) was measured. Seconds.
+    """Sums of the measurements of one iteration, with M micro-batches, R ranks and L links. Times in seconds.
 
-    This is all that the detector needs of an iteration once chunk times are learnt: if ranks sum their measurements
-    themselves, a job of 16,384 of them reports a few numbers each.
+    NaN marks missing or impossible measurements. Once chunk times are learnt, the detector needs no other data of an
+    iteration: in a job of 16,384 ranks, each rank can sum its measurements and report a few numbers.
     """
 
     tokens: Floats
-    """(M,): N of each micro-batch of the global batch, by its index; likewise S below."""
+    """(M,): token count N of each micro-batch of the global batch."""
     squares: Floats
+    """(M,): sum of squared lengths S of each micro-batch of the global batch."""
     compute: Floats
-    """(R,): a rank's own work in all its chunks, rows as in `Stacked.ranks`."""
+    """(R,): each rank's own work in all its chunks, in the order of `Stacked.ranks`."""
     delays: Floats
-    """(L,): geometric mean of the transfers that the receiver had to wait for, links as in `Links.pairs`."""
+    """(L,): geometric mean of the transfers that the receiver had to wait for, in the order of `Links.pairs`."""
     delay_tokens: Floats
     """(L,): geometric mean of N of the micro-batches that these transfers carried."""
     delay_counts: Floats
-    """(L,): number of transfers behind these means."""
+    """(L,): number of transfers in these means."""
     busy_s: float
-    """End of the last chunk of all ranks, from the iteration's beginning."""
+    """End of the last chunk of all ranks, in seconds since the iteration began."""
     lanes: LaneTimes | None = None
-    """None if they were not summed: lanes are then not tested."""
+    """Waits of lanes; None if they were not summed, and then lanes are not tested."""
 
 
 def _stages_with_ranks(layout: Layout) -> list[tuple[tuple[int, int], tuple[int, ...]]]:
-    """Return (replica, stage) and ranks of each stage that has any."""
+    """Return (replica, stage) and ranks of each stage that has ranks."""
     return [
         ((d, s), stage.ranks)
         for d, replica in enumerate(layout.replicas)
@@ -76,7 +80,7 @@ def _stages_with_ranks(layout: Layout) -> list[tuple[tuple[int, int], tuple[int,
 
 
 def _layers_of_lanes(layout: Layout, places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return each layer that a lane holds, with the lane."""
+    """Return (lane, layer) for each layer of each lane."""
     return [
         (lane, layer)
         for lane, (d, s) in enumerate(places)
@@ -86,7 +90,7 @@ def _layers_of_lanes(layout: Layout, places: Sequence[tuple[int, int]]) -> list[
 
 
 class Stacked:
-    """A plan as arrays; `compiled` are its orders."""
+    """A plan as arrays over ranks, lanes, columns and slots. `compiled`: the plan's orders."""
 
     def __init__(self, plan: Plan, compiled: CompiledOrders) -> None:
         self.plan, self.compiled = plan, compiled
@@ -105,7 +109,7 @@ class Stacked:
         self.lengths: Ints = np.array(
             [columns_of_lane.stop - columns_of_lane.start for _, _, columns_of_lane in lanes]
         )[self.lane]
-        """(R,): primitives, that is columns, of each row."""
+        """(R,): number of primitives, and therefore of columns, of each row; 0 for a rank without work."""
         self.first_column: Ints = np.concatenate([[0], np.cumsum(self.lengths)])
         self._busy = self.lengths > 0
         self._columns: tuple[Ints, Ints] | None = None
@@ -114,16 +118,16 @@ class Stacked:
         self._lane_busy = np.array([columns_of_lane.stop > columns_of_lane.start for _, _, columns_of_lane in lanes])
         self._alone = widths < 2
         self._later = np.array([stage > 0 for _, stage in self.places], dtype=bool)
-        """(lanes,): `_alone`: groups of one rank; `_later`: lanes that are not a first stage."""
+        """(lanes,): whether the lane is not a first stage. `_alone`, (lanes,): whether the lane has a single rank."""
         layers = _layers_of_lanes(plan.layout, self.places)
         self._layers: Ints = np.array(layers, dtype=np.intp).reshape(-1, 2).T
-        """(2, n): lanes, and the layers that they hold."""
+        """(2, n): pairs of a lane and a layer that the lane has."""
 
         key_of_stop = keys(plan.layout)
         weights_apart = set(compiled.stop[compiled.kind == PRIMITIVE_KINDS.index("W")].tolist())
         stop_rows = [(key_of_stop[stop], i in weights_apart) for i, stop in enumerate(compiled.stops)]
         self._rows = tuple(dict.fromkeys(stop_rows))
-        """The different chunks: key, and whether W is separate from B."""
+        """The different kinds of chunks: key, and whether weight gradients (W) are separate from B."""
         rows = [self._rows.index(row) for row in stop_rows]
         self._price_at = compiled.index(rows)
         codes = np.unique(self._price_at // compiled.micro_batches)
@@ -134,23 +138,26 @@ class Stacked:
         alike = [tuple(chunks[place]) for place in self.places]
         order = {signature: i for i, signature in enumerate(dict.fromkeys(alike))}
         self.group: Ints = np.array([order[signature] for signature in alike], dtype=np.intp)[self.lane]
-        """(R,): rows of one group hold chunks of the same keys, and are peers."""
+        """(R,): group of each row. Rows of one group have chunks of the same keys, and are peers."""
 
     def _named(self, code: int) -> tuple[Key, str]:
-        """Return the predictor's name of a kind of work: a B without W does the work of both, and is called BW."""
+        """Return the key and the predictor's name of a kind of work. A B that does the work of a W as well is BW."""
         row, kind = divmod(code, len(PRIMITIVE_KINDS))
         key, apart = self._rows[row]
         return key, "BW" if PRIMITIVE_KINDS[kind] == "B" and not apart else PRIMITIVE_KINDS[kind]
 
     @property
     def work(self) -> tuple[tuple[Key, str], ...]:
-        """Every key with every kind of work that occurs, by the predictor's names."""
+        """All pairs of key and kind of work in the plan, with the predictor's names."""
         return tuple((key, name) for _, _, key, name in self._work)
 
     # --- expectations ----------------------------------------------------------------------------------------------
 
     def seconds(self, predictor: Predictor, tokens: Floats, squares: Floats) -> Floats | None:
-        """Return (V,): healthy seconds of each slot for micro-batches of N and S (M,); None while any is unknown."""
+        """Return (V,): the healthy seconds of each slot; None while the time of any kind of work is unknown.
+
+        `tokens`, `squares`: N and S of each micro-batch, (M,) both.
+        """
         table = np.zeros((len(self._rows), len(PRIMITIVE_KINDS), self.compiled.micro_batches))
         count = min(len(tokens), self.compiled.micro_batches)
         for row, kind, key, name in self._work:
@@ -161,11 +168,12 @@ class Stacked:
         return np.asarray(table.reshape(-1).take(self._price_at))
 
     def covered(self, predictor: Predictor, tokens: Floats, squares: Floats) -> bool:
-        """Whether micro-batches of N and S (M,) are within the learnt range, for every kind of work."""
+        """Return whether the micro-batches, with N and S of shape (M,), are within the learnt range of all kinds of
+        work."""
         return predictor.covers(self.work, tokens, squares)
 
     def totals(self, seconds: Floats) -> Floats:
-        """Return (R,): seconds of all chunks of each row, from those of slots (V,); NaN for a row without work."""
+        """Return (R,): the sum of each row's slots, from `seconds` of slots (V,); NaN for a row without work."""
         in_order = seconds[self.compiled.in_order]
         totals = np.full(len(self.places), np.nan)
         if in_order.size:
@@ -173,7 +181,10 @@ class Stacked:
         return totals[self.lane]
 
     def factors(self, slower: Mapping[int, float]) -> Floats:
-        """Return (V,): factors by which slots take longer if some ranks do; a group waits for its slowest rank."""
+        """Return (V,): the factor by which each slot takes longer, from the factors of slow ranks.
+
+        A lane waits for its slowest rank, so that the largest factor of its ranks applies.
+        """
         of_lane = np.ones(len(self.places))
         for rank, factor in slower.items():
             if rank in self.row:
@@ -187,8 +198,10 @@ class Stacked:
     # --- measurements ----------------------------------------------------------------------------------------------
 
     def columns(self, times: Mapping[int, RankTimes]) -> Floats:
-        """Return (5, columns), rows as in `observation.CHUNKS`; NaN for ranks that did not report, or reported another
-        number of primitives, and for chunks with impossible times."""
+        """Return the measurements of all ranks as (5, columns), with the rows of `observation.CHUNKS`.
+
+        NaN for ranks that did not report or reported another number of primitives, and for impossible values.
+        """
         blocks = []
         for rank, length in zip(self.ranks.tolist(), self.lengths.tolist(), strict=True):
             own = times.get(rank)
@@ -212,7 +225,7 @@ class Stacked:
         return columns
 
     def workload(self, columns: Floats) -> tuple[Floats, Floats]:
-        """Return N and S (M,) of the micro-batches that some rank reported; NaN for the others."""
+        """Return N and S of each micro-batch, (M,) both; NaN for micro-batches that no rank reported."""
         _, micro_batch = self._column_slots()
         workload = np.full((2, self.compiled.micro_batches), np.nan)
         reported = np.isfinite(columns[TOKENS])
@@ -220,20 +233,22 @@ class Stacked:
         return workload[0], workload[1]
 
     def compute(self, columns: Floats) -> Floats:
-        """Return (R,): seconds of each row's own work; NaN if a chunk of it is missing."""
+        """Return (R,): seconds of each rank's own work; NaN if the measurement of one of its chunks is missing."""
         sums = np.full(self.ranks.size, np.nan)
         if columns.shape[1]:
             sums[self._busy] = np.add.reduceat(columns[COMPUTE], self.first_column[:-1][self._busy])
         return sums
 
     def busy_s(self, columns: Floats) -> float:
-        """Return the end of the last chunk of all; NaN if it is unknown."""
+        """Return the end of the last chunk of all ranks, in seconds since the iteration began; NaN if unknown."""
         ends = columns[STARTS] + columns[SPANS]
         return float(np.fmax.reduce(ends)) if ends.size else np.nan
 
     def lane_times(self, columns: Floats, times: Mapping[int, RankTimes]) -> LaneTimes:
-        """Return the waits of lanes. NaN for a lane with a missing report of a rank; the same for the gradient sums of
-        lanes that share layers with it."""
+        """Return the waits of lanes. NaN for a lane if a rank's report is missing.
+
+        Gradient sums are then NaN also for the lanes with layers of that lane.
+        """
         columns_of, begins, firsts, lasts = self._lane_columns()
         starts, ends, work = (
             np.maximum.reduceat(row[columns_of], begins) if begins.size else np.empty(0)
@@ -267,8 +282,8 @@ class Stacked:
         return np.maximum(reduced - begun, 0.0)
 
     def _lane_columns(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """Return columns by lane, chunk and rank; where each chunk's columns begin; and the first and last chunks of
-        lanes with work. Computed on first use."""
+        """Return all columns ordered by lane, chunk and rank; the beginning of each chunk in this order; and, for each
+        lane with work, its first and its last chunk. Computed on first use."""
         if self._lane_order is None:
             order, widths, counts = [np.empty(0, dtype=np.intp)], [], []
             for row, end in itertools.pairwise(self.first_row.tolist()):
@@ -283,7 +298,7 @@ class Stacked:
         return self._lane_order
 
     def teach(self, predictor: Predictor, iteration: int, columns: Floats, rows: Iterable[int]) -> None:
-        """Let `predictor` learn from this iteration's chunks of the ranks in some rows."""
+        """Pass the chunks of the ranks in `rows` to the predictor, to learn from them."""
         slot, _ = self._column_slots()
         codes = (self._price_at // self.compiled.micro_batches)[slot]
         for i in rows:
@@ -295,7 +310,7 @@ class Stacked:
                 predictor.observe(*self._named(chunk_code), tokens, squares, seconds, rank=rank, iteration=iteration)
 
     def _column_slots(self) -> tuple[Ints, Ints]:
-        """Return (columns,): the slot of each column, and its micro-batch. Computed on first use."""
+        """Return the slot and the micro-batch of each column, (columns,) both. Computed on first use."""
         if self._columns is None:
             slots: list[Ints] = [np.empty(0, dtype=np.intp)]
             for lane, busy in zip(self.lane.tolist(), self._busy.tolist(), strict=True):

@@ -1,9 +1,12 @@
-"""Predicts how long a healthy chunk takes: the paper's Eq. 1, learnt in the warm-up. Pure, no clock.
+"""Predicts the seconds of a chunk on a healthy device, by the paper's Eq. 1, which it learns in a warm-up.
 
-For each key and kind, keeps the chunks of the first iterations, fits c + alpha N + beta S to them (`regression`), then
-forgets them: the fit stays until a refit is requested, so that a slow-down is never learnt as healthy. A key without
-observations, as after a reconfiguration, is derived from others until it has been observed long enough itself. Says
-when it does not know. Others (`monitor`) judge whether a time is too long.
+For each key and kind of chunk, it keeps the chunks of the first iterations and fits c + alpha N + beta S to them
+(`regression`), with N tokens and a sum of squared lengths S. Then it discards the chunks. The fit does not change until
+a refit is requested, so that a slow-down is never learnt as healthy. The coefficients of a key without observations, as
+after a reconfiguration, are derived from other keys until that key has been observed long enough. Without any basis,
+the prediction is None.
+
+Never judges whether a time is too long: its callers, `monitor` and `resihp.detector.rivals`, do. Pure, no clock.
 """
 
 from __future__ import annotations
@@ -20,18 +23,19 @@ from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Stop
 
 Key = tuple[int, int, bool, bool]
-"""Type of a chunk, regardless of its place: (layers, tensor-parallel degree, has the embedding, has the head)."""
+"""Type of a chunk, regardless of its place in the pipeline: (number of layers, tensor-parallel degree, whether it has
+the embedding, whether it has the head)."""
 
 Known = Literal["fitted", "rescaled", "unknown"]
 
 MAX_RANKS_PER_KEY = 32
-"""Number of ranks per key that are learnt from: a sample of them in a larger job."""
+"""Largest number of ranks per key that are learnt from; of more ranks, a sample."""
 KEPT_FORMER_ITERATIONS = 8
-"""Iterations kept of earlier learning, for when other workloads are learnt in addition."""
+"""Number of iterations of earlier learning that are kept, for a refit that adds other workloads."""
 MAX_EXTRAPOLATION = 0.1
-"""Relative margin by which N and S may exceed the learnt range."""
+"""Relative margin by which N and S may be outside of the learnt range."""
 MAX_CHUNKS_PER_ITERATION = 16
-"""Chunks of each kind that are kept of one rank's iteration."""
+"""Largest number of chunks of each kind that are kept per rank and iteration."""
 
 
 def keys(layout: Layout) -> dict[Stop, Key]:
@@ -47,33 +51,37 @@ def keys(layout: Layout) -> dict[Stop, Key]:
 
 
 class _Track:
-    """Learning state of one key and kind: a fit, and the chunks of iterations that are still being learnt from."""
+    """Learning state of one key and kind: the fit, and the chunks that the next fit will use."""
 
     def __init__(self, least: int, latest: int) -> None:
         self.latest = latest
-        """Latest iteration that was learnt from."""
+        """Latest iteration with a chunk that was kept."""
         self.fit: Fit | None = None
+        """The latest fit; None before the first."""
         self.current = False
-        """Whether the fit is from this warm-up, not from one before a refit."""
+        """Whether the fit is from the present warm-up; False if a refit was requested since."""
         self.learning = True
+        """Whether chunks are still being collected; False once the fit is final."""
         self.due = least
-        """Number of iterations at which to fit next."""
+        """Number of collected iterations at which the next fit is made."""
         self.iterations: set[int] = set()
         self._ranks: set[int] = set()
         self._last = (0, 0)
-        """The last, in `_scatter` order, of the ranks that are kept."""
+        """Sort key (`_scatter`) of the last of the kept ranks."""
         self._samples_taken: list[tuple[int, int, Floats]] = []
+        """Kept chunks of this warm-up: iteration, rank, and (3, n) of N, S and seconds."""
         self._former: list[tuple[int, int, Floats]] = []
-        """A few iterations of earlier learning."""
+        """Kept chunks of some iterations of earlier warm-ups."""
         self.beside: list[tuple[int, int, Floats]] = []
-        """Those of them that are learnt from once more."""
+        """Chunks of earlier warm-ups that the next fit uses as well; empty unless the refit was a union."""
 
     def keeps(self, rank: int) -> bool:
-        """Whether chunks of that rank would be kept: of many ranks, the first in `_scatter` order are."""
+        """Return whether chunks of `rank` are kept. Of many ranks, the first ones in `_scatter` order are kept."""
         return rank in self._ranks or len(self._ranks) < MAX_RANKS_PER_KEY or _scatter(rank) < self._last
 
     def take(self, rank: int, iteration: int, chunks: Floats) -> None:
-        """Keep chunks (3, n) of N, S, seconds of a rank that `keeps` accepts."""
+        """Keep the chunks of one rank and iteration: (3, n) of N, S and seconds. Call only if `keeps` is true for
+        `rank`."""
         if rank not in self._ranks:
             if len(self._ranks) == MAX_RANKS_PER_KEY:
                 replaced = max(self._ranks, key=_scatter)
@@ -89,11 +97,11 @@ class _Track:
 
     @property
     def sources(self) -> set[int]:
-        """Iterations that the samples come from."""
+        """Iterations from which chunks are kept."""
         return self.iterations | {iteration for iteration, _, _ in self.beside}
 
     def samples(self, index: Mapping[int, int]) -> Samples:
-        """Return all samples; `index`: number of each iteration."""
+        """Return all kept chunks as arrays; `index`: position of each iteration."""
         taken = self.beside + self._samples_taken
         sizes = [chunks.shape[1] for _, _, chunks in taken]
         tokens, squares, seconds = np.concatenate([chunks for _, _, chunks in taken], axis=1)
@@ -106,7 +114,7 @@ class _Track:
         )
 
     def forget(self, *, union: bool = False) -> None:
-        """Start learning afresh; with `union`, in addition to some of the earlier samples."""
+        """Discard the kept chunks, to learn again; with `union`, the next fit also uses some of the earlier chunks."""
         if self._samples_taken:
             some = sorted(self.iterations)[:: -(-len(self.iterations) // KEPT_FORMER_ITERATIONS)]
             self._former = (self.beside + [taken for taken in self._samples_taken if taken[0] in some])[
@@ -117,16 +125,16 @@ class _Track:
 
 
 class Predictor:
-    """Seconds of a chunk on a healthy device, by its key, kind, tokens N and sum of squared lengths S (Eq. 1).
+    """Predicts the seconds of a healthy chunk from its key, kind, token count N and sum of squared lengths S (Eq. 1).
 
-    `kind` is F, B or W, or any other name that the caller distinguishes. A B that also computes weight gradients is
-    another kind than one that leaves them to a W.
+    `kind` is F, B or W, or any other name that the caller distinguishes. A backward pass that also computes weight
+    gradients is another kind than one that leaves them to a W.
 
-    A key is known once `least` iterations were observed and the standard error of its prediction is at most
-    `tolerance`, and in any case after `enough` iterations. Until `warm_up` iterations the fit is refined a few times,
-    then it is frozen: if iterations vary by 3 %, correlated with 0.5, their level is known to 1.1 % after 20, to
-    0.8 % after 40. Memory per key does not depend on the number of observations; `observe` and `predict` are linear in
-    the number of chunks.
+    A key is known once `least` iterations were observed and the relative standard error of its prediction is at most
+    `tolerance`, and in any case after `enough` iterations. The fit is refined a few times until `warm_up` iterations
+    were observed, then it is final. If iterations vary by 3 %, correlated with 0.5, their level is known to 1.1 % after
+    20 iterations and to 0.8 % after 40. Memory per key does not grow with the number of observations; the time of
+    `observe` and `predict` is linear in the number of chunks.
     """
 
     def __init__(self, *, least: int = 8, enough: int = 20, warm_up: int = 40, tolerance: float = 0.02) -> None:
@@ -135,17 +143,21 @@ class Predictor:
         self._least, self._enough, self._warm_up, self._tolerance = least, enough, warm_up, tolerance
         self._tracks: dict[tuple[Key, str], _Track] = {}
         self._anchors: dict[int, list[float]] = {}
-        """By iteration: log of observed over predicted of known keys; gives the iteration's factor to unknown ones."""
+        """Log of observed over predicted seconds of known keys, by iteration; from it, fits of unknown keys take the
+        iteration's factor."""
         self._seen = -1
         """The latest iteration with an observation."""
         self._due = False
+        """Whether some track has enough iterations for its next fit."""
         self._derived: dict[tuple[Key, str], Coefficients | None] = {}
+        """Cache of `rescaled`."""
         self.revision = 0
-        """Incremented whenever predictions change, which makes residual levels learnt before obsolete."""
+        """Counter of changes of the predictions. After a change, callers learn levels relative to predictions again."""
 
     @property
     def learning(self) -> bool:
-        """Whether any key that still occurs is being learnt. If not, only new keys need to be observed."""
+        """Whether any key that still occurs is being learnt. If not, callers need to pass only new keys to
+        `observe`."""
         return any(track.learning and self._seen - track.latest <= self._warm_up for track in self._tracks.values())
 
     def observe(
@@ -159,11 +171,12 @@ class Predictor:
         rank: int,
         iteration: int,
     ) -> None:
-        """Learn from chunks of one rank in one iteration: N, S and seconds of its own work, each (n,).
+        """Learn from chunks of one rank in one iteration.
 
-        Iterations may come in any order and have gaps. Chunks with a number that is not finite, or not positive
-        (S may be 0), are left out; arrays of different shapes are left out altogether. Do not pass ranks that are known
-        to be slow; ranks that are slow unnoticed are recognised by comparison with peers of the same key.
+        `tokens`, `squares`, `seconds`: N, S and the seconds of the rank's own work, each of shape (n,). Iterations may
+        come in any order and have gaps. A chunk with a value that is not finite or not positive is left out (S may be
+        0); arrays of different shapes are ignored. Do not pass ranks that are known to be slow; other slow ranks are
+        recognised by comparison with peers of the same key, and left out of the fit.
         """
         track = self._tracks.get((key, kind))
         if track is not None and not track.learning and not self.learning:
@@ -183,21 +196,28 @@ class Predictor:
             self._due |= len(track.iterations) >= track.due
 
     def predict(self, key: Key, kind: str, tokens: npt.ArrayLike, squares: npt.ArrayLike) -> Floats | None:
-        """Return seconds of chunks of N tokens and sum of squared lengths S, any shape; None while unknown."""
+        """Return the seconds of healthy chunks with token counts N and sums of squared lengths S, arrays of any shape.
+
+        None while the key and kind are unknown.
+        """
         coefficients = self.coefficients(key, kind)
         return None if coefficients is None else coefficients.seconds(tokens, squares)
 
     def coefficients(self, key: Key, kind: str) -> Coefficients | None:
-        """Return the coefficients that `predict` applies: fitted if the key was observed long enough, else derived."""
+        """Return the coefficients that `predict` uses: fitted ones if the key was observed long enough, else derived
+        ones.
+
+        None while both are missing.
+        """
         self._refresh()
         track = self._tracks.get((key, kind))
         return track.fit.coefficients if track is not None and track.fit is not None else self.rescaled(key, kind)
 
     def covers(self, work: Iterable[tuple[Key, str]], tokens: npt.ArrayLike, squares: npt.ArrayLike) -> bool:
-        """Whether micro-batches of N and S, any shape, are within the range that each key and kind of `work` was learnt
-        from; otherwise Eq. 1 extrapolates.
+        """Return whether the micro-batches are within the learnt range of each key and kind in `work`.
 
-        A quarter of them may be outside; NaN is ignored. A key that is not fitted restricts nothing.
+        Outside of that range, Eq. 1 would extrapolate. `tokens`, `squares`: N and S of the micro-batches, arrays of any
+        shape; NaN is ignored. A quarter of the micro-batches may be outside. A key without a fit is ignored.
         """
         self._refresh()
         tracks = [self._tracks.get(key_and_kind) for key_and_kind in work]
@@ -210,13 +230,13 @@ class Predictor:
         return True
 
     def ready(self, key: Key, kind: str) -> bool:
-        """Whether the key itself was observed long enough since the last refit."""
+        """Return whether this key and kind were observed long enough since the last refit."""
         self._refresh()
         track = self._tracks.get((key, kind))
         return track is not None and track.fit is not None and track.current
 
     def known(self, key: Key, kind: str) -> Known:
-        """Return the source of a prediction."""
+        """Return the source of a prediction: "fitted", "rescaled" from other keys, or "unknown"."""
         self._refresh()
         track = self._tracks.get((key, kind))
         if track is not None and track.fit is not None:
@@ -230,22 +250,23 @@ class Predictor:
         return np.inf if track is None or track.fit is None else track.fit.uncertainty
 
     def ratios(self, key: Key, kind: str) -> dict[int, float]:
-        """Return the observed over fitted times of the ranks learnt from: shows ranks that were slow in the warm-up."""
+        """Return, for each rank that was learnt from, its time over the fitted time: far above 1 if the rank was
+        slow."""
         self._refresh()
         track = self._tracks.get((key, kind))
         return {} if track is None or track.fit is None else dict(track.fit.ratios)
 
     def freeze(self) -> None:
-        """Stop learning keys that are known, because something may be wrong from now on."""
+        """Stop learning keys that are known, because devices may be slow from now on."""
         self._refresh()
         for track in self._tracks.values():
             if track.current:
                 self._close(track)
 
     def refit(self, key: Key | None = None, kind: str | None = None, *, union: bool = False) -> None:
-        """Learn a key, or a kind, or everything, once more. Predictions stay as they are until that is done.
+        """Learn again: one key, one kind, or, without arguments, everything. Until then the old predictions are used.
 
-        `union`: earlier samples still count, because only the workload has changed.
+        `union`: fit earlier samples as well, because only the workload has changed.
         """
         for (its_key, its_kind), track in self._tracks.items():
             if key in (None, its_key) and kind in (None, its_kind):
@@ -254,11 +275,11 @@ class Predictor:
                 track.due, track.latest = self._least, self._seen
 
     def rescaled(self, key: Key, kind: str) -> Coefficients | None:
-        """Derive coefficients from other keys: work grows with layers and is divided among tensor-parallel peers;
-        launch overhead is not.
+        """Derive the coefficients of `key` from other keys.
 
+        Work grows with the number of layers and is divided among tensor-parallel peers; launch overhead is not divided.
         The work of embedding and head is separated as far as the known keys allow; the rest is attributed to layers.
-        None if nothing of that kind is known.
+        None if no other key of this kind has a fit.
         """
         self._refresh()
         if (key, kind) not in self._derived:
@@ -281,7 +302,7 @@ class Predictor:
                 ratios.append(float(np.median(np.log(seconds / predicted))))
 
     def _refresh(self) -> None:
-        """Fit the tracks that are due."""
+        """Make the fits that are due, and update `revision` if there are any."""
         if not self._due:
             return
         self._due = False
@@ -308,7 +329,7 @@ class Predictor:
 
 
 def _clean(tokens: npt.ArrayLike, squares: npt.ArrayLike, seconds: npt.ArrayLike) -> Floats:
-    """Return (3, n): the chunks with possible numbers."""
+    """Return (3, n): N, S and seconds of the chunks with valid values."""
     try:
         chunks = np.stack([np.asarray(row, dtype=np.float64).ravel() for row in (tokens, squares, seconds)])
     except (TypeError, ValueError):
@@ -331,7 +352,10 @@ def _derive(key: Key, fits: list[tuple[Key, Fit]]) -> Coefficients:
 
 
 def _share(rows: Floats, work: Floats, near: Floats, columns: tuple[int, ...]) -> Floats:
-    """Return (3,): work of a layer, the embedding and the head, so that rows @ it is `work` (keys,). Not negative."""
+    """Return (3,): the work of a layer, of the embedding and of the head, none negative.
+
+    It solves rows @ result = `work` (keys,) by least squares.
+    """
     largest = float(work.max())
     if largest <= 0.0:
         return np.zeros(3)
@@ -341,7 +365,8 @@ def _share(rows: Floats, work: Floats, near: Floats, columns: tuple[int, ...]) -
 
 
 def _apart(source: Fit) -> tuple[float, float, float]:
-    """Return c, alpha, beta with alpha unfolded: nearly all of the part that S does not explain is work on tokens."""
+    """Return c, alpha, beta of a fit. If alpha was folded into c, all of c is attributed to tokens, because nearly all
+    work that S does not explain is work on tokens."""
     c, alpha, beta = source.coefficients.intercept_s, source.coefficients.per_token_s, source.coefficients.per_square_s
     return (0.0, alpha + c / source.tokens, beta) if source.folded else (c, alpha, beta)
 
@@ -351,5 +376,5 @@ def _middle(ratios: list[float] | tuple[float, ...]) -> float:
 
 
 def _scatter(rank: int) -> tuple[int, int]:
-    """Return a sort key that orders ranks independently of their place (Knuth's multiplicative hash)."""
+    """Return a sort key that shuffles ranks deterministically (Knuth's multiplicative hash)."""
     return (rank * 2654435761 % (1 << 32), rank)

@@ -1,10 +1,10 @@
-"""Finds the slow rank: its own work against the prediction, relative to all other ranks. Pure, no clock.
+"""Finds slow ranks by the time of their own work, relative to its prediction and to all other ranks. Pure, no clock.
 
-In a tensor-parallel group all ranks wait for the slowest; how much of the wait shows in a rank's own work depends on
-how well that is measured. A shift is therefore examined together with the rest of the group: ranks that slowed down as
-much as the slowest cannot be distinguished from it and are suspects as well; ranks that slowed down less, at the same
-time, wait for it and make no finding of their own. The test is `resihp.detector.sequential.peer_cusum`; called by
-`resihp.detector.online.monitor`.
+In a tensor-parallel group all ranks wait for the slowest one, and part of this wait may be measured as a rank's own
+work. A slow-down is therefore examined together with the rest of its group. Ranks that slowed down about as much as the
+slowest rank cannot be distinguished from it and are suspected as well. Ranks that slowed down less, at the same time,
+wait for the slowest one and make no finding. The test is `resihp.detector.sequential.peer_cusum`. Called by
+`resihp.detector.online.monitor`; never decides on a reaction.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ SAME_CAUSE_ITERATIONS = 8
 
 
 class RankTest:
-    """Sequential tests of all ranks of a plan. `wandering`: of the previous plan's ranks, as in `PeerTest`."""
+    """Sequential tests of all ranks of a plan.
+
+    `false_alarms_per`, `patience`, `least`: as in `PeerTest`. `wandering`: the estimate from the previous plan.
+    """
 
     def __init__(
         self, stacked: Stacked, false_alarms_per: int, patience: int, least: float, wandering: float = 0.0
@@ -35,16 +38,16 @@ class RankTest:
         self._false_alarms_per, self._patience, self._least = false_alarms_per, patience, least
         self._together: dict[int, tuple[int, ...]] = {}
         self.onsets: dict[int, int] = {}
-        """Onset of each rank that is slow."""
+        """First slow iteration of each slow rank."""
         self.well: dict[int, int] = {}
-        """Iteration in which each rank that was slow recovered."""
+        """First healthy iteration of each rank that recovered."""
         self.test = self._begun({}, {}, wandering)
 
     def begin(self, known_shifts: Mapping[int, float], cooldowns: Mapping[int, Cooldown]) -> None:
-        """Learn levels anew, except how far healthy ranks wander.
+        """Restart the tests and learn levels again; only the estimate of how far healthy ranks wander is kept.
 
-        `known_shifts`: log shifts that were already reported, by rank; `cooldowns`: cooldowns of ranks that were
-        measured to be healthy in spite of their shift.
+        `known_shifts`: slow-downs that were already reported, log units, by rank. `cooldowns`: cooldowns of ranks that
+        a probe found healthy although they looked slow.
         """
         self.test = self._begun(known_shifts, cooldowns, self.test.wandering)
 
@@ -64,17 +67,21 @@ class RankTest:
 
     @property
     def slow(self) -> dict[int, float]:
-        """Log shift of each rank that is slow."""
+        """Slow-down of each slow rank, log units."""
         ranks = self._stacked.ranks
         return {int(ranks[row]): self.test.shift(row) for row in self.test.slow}
 
     @property
     def cooldowns(self) -> dict[int, Cooldown]:
-        """Cooldown of each rank that a measurement has cleared."""
+        """Cooldown of each rank that a probe found healthy although it looked slow."""
         return {int(self._stacked.ranks[row]): cooldown for row, cooldown in self.test.cooldowns.items()}
 
     def update(self, iteration: int, ratios: Floats) -> tuple[Finding, ...]:
-        """Take measured over predicted seconds (R,) of an iteration, by rows of `Stacked`; NaN for missing ranks."""
+        """Test an iteration and return the findings.
+
+        `ratios` (R,): measured over predicted seconds of each rank's own work, in the order of `Stacked.ranks`; NaN for
+        ranks without a report.
+        """
         with np.errstate(invalid="ignore", divide="ignore"):
             shifts = self.test.update(iteration, np.log(ratios))
         by_lane: dict[int, list[Shift]] = {}
@@ -90,7 +97,7 @@ class RankTest:
         return tuple(findings)
 
     def standing(self, row: int, reported: int | None) -> RankStanding:
-        """Return the standing of the rank of `row`, which was last measured in iteration `reported`."""
+        """Return the judgement of the rank in `row`. `reported`: latest iteration with measurements of this rank."""
         standing = self.test.standing(row)
         return RankStanding(
             rank=int(self._stacked.ranks[row]),
@@ -130,7 +137,10 @@ class RankTest:
         return [self._finding(iteration, top, named)]
 
     def _echoes(self, shift: Shift, slow_row: int) -> bool:
-        """Whether a shift is milder than that of a slow row of the same group, and from about the same time."""
+        """Return whether a shift is smaller than that of a slow row of the same lane, and began at about the same time.
+
+        The rank then only waits for the slow one.
+        """
         onset = self.onsets.get(int(self._stacked.ranks[slow_row]))
         return (
             onset is not None

@@ -1,11 +1,12 @@
-"""Fits Eq. 1 to the times of healthy devices, from measurements that include slow ones. Pure.
+"""Fits Eq. 1 to the chunk times of healthy devices; the samples may include slow devices. Pure.
 
-A measured time is (c + alpha N + beta S) times a factor shared by everything in an iteration, times the device's own
-slowness, times the chunk's noise. Factor and coefficients are estimated in turn: the factor is correlated from one
-iteration to the next, and would otherwise look like a dependence on the workload, or bias the level. Devices are
-compared over all iterations, and those slower than their peers are left out before a coefficient is fitted.
+The model of a measured time is (c + alpha N + beta S), times a factor that all chunks of an iteration share, times the
+slowness of the device, times the noise of the chunk. Factors and coefficients are estimated alternately: factors are
+correlated from one iteration to the next, and would otherwise look like a dependence on the workload or bias the level.
+Devices are compared over all iterations, and a device that is slower than its peers is left out before a coefficient is
+fitted.
 
-Fits the given samples (`resihp.detector.online.predictor` chooses them, and the time); keeps no state.
+Called by `resihp.detector.online.predictor`, which chooses the samples and the time of a fit; keeps no state.
 """
 
 from __future__ import annotations
@@ -22,26 +23,29 @@ from resihp.detector.observation import Floats
 Ints = npt.NDArray[np.intp]
 
 FIT_PASSES = 4
-"""Number of alternations between coefficients and factors: both settle after three."""
+"""Number of alternations between coefficients and factors; both converge after three."""
 START_NOISE = 0.02
 """Initial relative noise of a chunk."""
 SAME_SPEED = 0.025
-"""Devices whose times differ by less, relative, count as equally fast. GPUs of one kind differ by 1 to 3 %."""
+"""Largest relative difference between the times of equally fast devices. GPUs of one kind differ by 1 to 3 %."""
 ASSUMED_CORRELATION = 0.5
-"""Assumed correlation of the iterations' factors for the error of their mean: a warm-up is too short to measure it."""
+"""Assumed correlation of the factors of consecutive iterations: a warm-up is too short to measure it."""
 MIN_NOISE = 1e-3
-"""Lower bound of the relative noise of a chunk: clocks, and float32 on the wire, are no better."""
+"""Lower bound of the relative noise of a chunk: clocks, and float32 on the wire, have no better resolution."""
 
 
 class Coefficients(msgspec.Struct, frozen=True):
-    """Eq. 1 with an intercept: seconds of a chunk of N tokens with sum of squared lengths S. None is negative."""
+    """Coefficients of Eq. 1 with an intercept, in seconds, for a chunk of N tokens and a sum of squared lengths S.
+
+    No coefficient is negative.
+    """
 
     intercept_s: float
     per_token_s: float
     per_square_s: float
 
     def seconds(self, tokens: npt.ArrayLike, squares: npt.ArrayLike) -> Floats:
-        """Return seconds; broadcasts N and S against each other."""
+        """Return the seconds of chunks; `tokens` (N) and `squares` (S) are broadcast against each other."""
         n, s = np.asarray(tokens, dtype=np.float64), np.asarray(squares, dtype=np.float64)
         seconds = np.asarray(self.per_token_s * n + self.per_square_s * s)
         seconds += self.intercept_s
@@ -49,10 +53,10 @@ class Coefficients(msgspec.Struct, frozen=True):
 
 
 class Samples(msgspec.Struct, frozen=True, eq=False):
-    """Chunks of one key and kind; all arrays (n,). Seconds and tokens are positive and finite."""
+    """Measured chunks of one key and kind; all arrays have shape (n,). Seconds and tokens are positive and finite."""
 
     iteration: Ints
-    """Index of the iteration, from 0."""
+    """Index of each chunk's iteration in the fit, from 0."""
     rank: Ints
     tokens: Floats
     squares: Floats
@@ -60,28 +64,28 @@ class Samples(msgspec.Struct, frozen=True, eq=False):
 
 
 class Fit(msgspec.Struct, frozen=True, eq=False):
-    """Result for one key and kind."""
+    """The fit of one key and kind."""
 
     coefficients: Coefficients
     tokens: float
-    """Mean N of the chunks behind the fit."""
+    """Mean N of the fitted chunks."""
     folded: bool
-    """Whether N hardly varied, so that the part that depends on it is in the intercept."""
+    """Whether N hardly varied, so that the intercept includes the time that depends on N."""
     noise: float
-    """Standard deviation of a chunk, relative, without the iteration's factor."""
+    """Relative standard deviation of a chunk's time, without the factor of its iteration."""
     uncertainty: float
-    """Standard error of a prediction at the mean workload, relative."""
+    """Relative standard error of a prediction at the mean workload."""
     ratios: dict[int, float]
-    """By rank: its times over the fitted ones. Ranks far above 1 were left out."""
+    """Time of each rank over its fitted time. Ranks far above 1 were left out of the fit."""
     reach: tuple[float, float, float, float]
-    """Lowest and highest N, lowest and highest S of the chunks behind the fit."""
+    """Lowest and highest N, then lowest and highest S, of the samples."""
 
 
 def fit(tracks: Sequence[Samples], anchors: Floats) -> list[Fit]:
-    """Fit tracks that were observed in the same iterations, each with at least one chunk.
+    """Fit several keys and kinds together, because all chunks of an iteration share a factor.
 
-    `anchors` (iterations,): log of the iteration's factor if it is known from other tracks, else NaN. The level of the
-    free factors is taken from the tracks themselves: their (robust) mean is 1.
+    `tracks`: samples of each key and kind, at least one chunk each. `anchors` (iterations,): log of the iteration's
+    factor if it is known from other keys, else NaN. The unknown factors are estimated; their robust mean is 1.
     """
     factor = np.where(np.isnan(anchors), 0.0, anchors)
     free = np.isnan(anchors)
@@ -106,8 +110,9 @@ class _Solved(msgspec.Struct, frozen=True, eq=False):
     coefficients: Floats
     """(3,): c, alpha, beta."""
     columns: tuple[int, ...]
+    """Indices of the coefficients that were fitted; the others are 0."""
     predicted: Floats
-    """(n,), without the iteration's factor."""
+    """(n,): predicted seconds, without the iteration's factor."""
     weights: Floats
     """(n,): 1 for a sample that fits, down to 0 for an outlier or a slow device."""
     noise: float
@@ -115,9 +120,10 @@ class _Solved(msgspec.Struct, frozen=True, eq=False):
 
 
 def _solve(samples: Samples, factor: Floats, before: _Solved | None) -> _Solved:
-    """Fit the coefficients for given factors of iterations, starting from the previous pass.
+    """Fit the coefficients of one key and kind, given the log factors of iterations.
 
-    Minimises relative errors. Outliers get little weight, slow devices none.
+    `before`: result of the previous pass; None in the first pass. Minimises relative errors. Outliers get little
+    weight, slow devices none.
     """
     seconds = samples.seconds / np.exp(factor[samples.iteration])
     design = np.stack([np.ones_like(seconds), samples.tokens, samples.squares], axis=1)
@@ -151,19 +157,20 @@ def _predicted(design: Floats, theta: Floats) -> Floats:
 
 
 def _alike(level: Floats, tolerance: Floats) -> npt.NDArray[np.bool_]:
-    """Return, by device, whether it is as fast as a healthy one: failures slow down, so the fast devices are right.
+    """Return, for each device, whether its `level` equals that of a healthy device, within `tolerance`.
 
-    The reference is the device at one third of the order: two thirds may be slow, and a third may seem too fast.
+    Failures only slow devices down. The reference is therefore the device at one third of the order from the fastest:
+    up to two thirds may be slow, and up to one third may seem too fast.
     """
     reference = np.sort(level)[len(level) // 3]
     return np.asarray(np.abs(level / reference - 1.0) <= tolerance)
 
 
 def _columns(design: Floats, weights: Floats, noise: float) -> tuple[int, ...]:
-    """Return those of 1, N, S whose effects can be separated with samples of that noise; others fold into earlier ones.
+    """Return the columns of 1, N and S that can be fitted separately with samples of this noise.
 
-    A column counts if its remainder, after the earlier columns are taken out, determines its share of the time to
-    within a quarter of the whole.
+    A column is fitted if the part of it that earlier columns do not explain determines its share of the time to within
+    a quarter of the whole time. The effect of any other column becomes part of the earlier columns' coefficients.
     """
     kept: list[int] = []
     basis: list[Floats] = []
@@ -186,7 +193,7 @@ def _columns(design: Floats, weights: Floats, noise: float) -> tuple[int, ...]:
 
 
 def non_negative(design: Floats, seconds: Floats, weights: Floats, columns: Sequence[int]) -> Floats:
-    """Solve weighted least squares without negative coefficients, by trying which of at most three are zero."""
+    """Solve weighted least squares without negative coefficients, by trying every subset of at most three columns."""
     scale = np.abs(design).max(axis=0)
     scale[scale == 0.0] = 1.0
     scaled = design / scale
@@ -237,7 +244,8 @@ def _fit(samples: Samples, solution: _Solved, factor: Floats, free: npt.NDArray[
 
 
 def _bisquare(scaled: Floats) -> Floats:
-    """Return Tukey's weights: 1 in the middle, 0 from 4.7 standard deviations on; 95 % efficient for normal values."""
+    """Return Tukey's bisquare weights: 1 at 0, falling to 0 at 4.7 standard deviations; 95 % efficient for normal
+    values."""
     return np.maximum(0.0, 1.0 - (scaled / 4.685) ** 2) ** 2
 
 
@@ -251,7 +259,7 @@ def _location(values: Floats) -> float:
 
 
 def _spread(values: Floats) -> float:
-    """Return the standard deviation, as robust as the location."""
+    """Return a robust standard deviation, with deviations clipped; infinite for a single value."""
     if values.size < 2:
         return np.inf if values.size else 0.0
     centre = _location(values)

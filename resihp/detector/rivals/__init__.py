@@ -1,6 +1,6 @@
-"""Other published detectors of slow devices, behind the same interface as ours, for side-by-side comparisons. Pure.
+"""Other published detectors of slow devices, with the interface of resihp's own detector, for comparisons. Pure.
 
-`change_points` has the ResiHP paper's detector and Greyhound's, which differ in how they verify a change point;
-`healthy_times` their shared model of healthy work. Chosen by `[detect] mode` (`resihp.detector.modes`). Neither names
-a slow rank: the controller probes all of them.
+`change_points` has the detectors of the ResiHP paper and of Greyhound, which verify a change point differently;
+`healthy_times` is the model of healthy iterations that both use. Chosen by `[detect] mode` (`resihp.detector.modes`).
+Neither detector names a slow rank, so that the controller probes all ranks.
 """

@@ -1,7 +1,7 @@
-"""The paper's detector and Greyhound's: change points of plain iteration times, and their verification. Pure.
+"""The detectors of the ResiHP paper and of Greyhound: change points of iteration times, and their verification. Pure.
 
-Both look at one number per iteration, its seconds (`resihp.detector.sequential.run_lengths`), and report that something
-is slow, but not where: the controller then probes all devices.
+Both examine only the seconds of each iteration (`resihp.detector.sequential.run_lengths`). They report that the job is
+slow, without the slow rank; the controller then probes all devices.
 
 ==============  ====================================================================================================
 `paper`         only at a change point, the time of this iteration's workload is predicted (Eq. 1 and 2). An iteration
@@ -10,8 +10,9 @@ is slow, but not where: the controller then probes all devices.
 `greyhound`     a change point counts if the mean after it is 10 % higher than before (Greyhound's verification)
 ==============  ====================================================================================================
 
-A recovery is found in the same way: at a change point, the iteration is nearer to its healthy time than to its slow
-time; or the mean is 10 % lower. Decides nothing else. Made by `resihp.detector.modes`.
+Recoveries are found in the same way: if, at a change point, the iteration is nearer to its healthy time than to its
+slow time (`paper`), or if the mean is 10 % lower (`greyhound`). Never decides on a reaction. Created by
+`resihp.detector.modes`.
 """
 
 from __future__ import annotations
@@ -34,29 +35,29 @@ from resihp.parallelism.plan import Plan
 from resihp.pipeline.timeline import Orders
 
 SLOW_RATIO = 1.25
-"""`paper`: measured over predicted time above which an iteration is suspect."""
+"""`paper`: ratio of measured to predicted time above which an iteration raises a suspicion."""
 MEAN_RATIO = 1.1
-"""`greyhound`: mean after over mean before a change point above which it counts."""
+"""`greyhound`: ratio of the means after and before a change point above which the change point counts."""
 VERIFIED_FROM, VERIFIED_UNTIL = 3, 10
-"""`greyhound`: range of iterations since a change point from whose mean it is verified."""
+"""`greyhound`: a change point is verified when there are at least 3, and at most 10, iterations after it."""
 MIN_VISIBLE_RATIO = 1.1
-"""`paper`: slow over healthy time above which a recovery is visible."""
+"""`paper`: ratio of the expected slow time to the healthy time above which a recovery can be seen."""
 
 
 class _Series:
-    """Iteration times since a plan took effect, without those that were dropped."""
+    """The iteration times since the adoption of a plan, without benign change points that were dropped."""
 
     def __init__(self) -> None:
         self.runs = RunLengths()
         self.seconds: list[float] = []
         self.iterations: list[int] = []
         self.before, self.start = 0, 0
-        """Beginnings of the previous regime and of the present one, as places in `seconds`."""
+        """Indices in `seconds` at which the present regime (`start`) and the previous one (`before`) begin."""
         self.verified = True
-        """Whether the present change point is settled."""
+        """Whether the latest change point has been judged."""
 
     def take(self, iteration: int, seconds: float) -> bool:
-        """Take the next iteration; return whether it shows a change point."""
+        """Add the next iteration; return whether it reveals a change point."""
         former_run = self.runs.longest
         self.seconds.append(seconds)
         self.iterations.append(iteration)
@@ -68,7 +69,7 @@ class _Series:
         return True
 
     def drop(self) -> None:
-        """Drop the last iteration, whose apparent change point was benign."""
+        """Remove the last iteration, because its change point was benign."""
         self.runs.drop()
         self.seconds.pop()
         self.iterations.pop()
@@ -76,7 +77,7 @@ class _Series:
 
 
 class ChangePointDetector:
-    """A `resihp.detector.interface.Detector` that examines whole iterations."""
+    """A `resihp.detector.interface.Detector` that examines the times of whole iterations, by the given rule."""
 
     def __init__(self, rule: Literal["paper", "greyhound"]) -> None:
         self.predictor = Predictor()
@@ -85,9 +86,9 @@ class ChangePointDetector:
         self._epoch, self._last = 0, -1
         self._series = _Series()
         self._slow: dict[int, float] = {}
-        """Speeds that probes have confirmed."""
+        """Speed of each rank that a probe found slow."""
         self._open = False
-        """Whether a suspicion is open for which no probe has found the cause."""
+        """Whether the job was reported as slow, and no probe has found the slow rank yet."""
 
     @property
     def settled(self) -> bool:
@@ -101,7 +102,7 @@ class ChangePointDetector:
         return (None, None) if self._healthy is None else self._healthy.transfers()
 
     def adopt(self, plan: Plan, model: ModelSpec, orders: Orders, nodes: Mapping[int, Hashable] | None = None) -> None:
-        """Switch to a plan that takes effect; its iteration times start a new series."""
+        """Judge the iterations of `plan` from now on, as a new series."""
         self._healthy = HealthyTimes(plan, orders, nodes, self.predictor)
         self._epoch, self._last, self._series = plan.epoch, -1, _Series()
         present = {*self._healthy.ranks, *plan.layout.standby}
@@ -132,7 +133,7 @@ class ChangePointDetector:
         return None if self._healthy is None else self._healthy.forecast(tokens, squares, self._at_work())
 
     def speeds(self) -> dict[int, float]:
-        """Return confirmed speeds only: nothing else is known of single ranks."""
+        """Return the speeds that probes confirmed; nothing else is known of single ranks."""
         return dict(sorted(self._slow.items()))
 
     def standing(self, rank: int) -> None:
@@ -163,8 +164,10 @@ class ChangePointDetector:
     # --- the two rules -----------------------------------------------------------------------------------------------
 
     def _by_prediction(self, iteration: int, seconds: float) -> tuple[Finding, ...]:
-        """Apply the paper's rule: at a change point, compare with the prediction for this iteration's workload. Once
-        the first iterations of a plan are known, a recovery of earlier slowness may be found as well."""
+        """Apply the paper's rule: at a change point, compare the iteration with the prediction for its workload.
+
+        Called also at the end of a plan's warm-up, to find the recovery from earlier slowness.
+        """
         assert self._healthy is not None
         healthy, present = self._healthy.seconds({}), self._healthy.seconds(self._at_work())
         if healthy is None or present is None:
@@ -198,7 +201,7 @@ class ChangePointDetector:
         return ()
 
     def _ended(self, iteration: int, change: float, evidence: str) -> tuple[Finding, ...]:
-        """Report the recovery of everything that was slow: the parts cannot be distinguished."""
+        """Return recoveries of all slow ranks, because it cannot be decided which of them recovered."""
         ranks = tuple(self._at_work())
         self._open = False
         for rank in ranks:
@@ -228,6 +231,6 @@ class ChangePointDetector:
         )
 
     def _at_work(self) -> dict[int, float]:
-        """Return the speeds of slow ranks that have work."""
+        """Return the speeds of the slow ranks with work under the adopted plan."""
         ranks = frozenset[int]() if self._healthy is None else self._healthy.ranks
         return {rank: speed for rank, speed in self._slow.items() if rank in ranks}

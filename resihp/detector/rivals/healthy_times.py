@@ -1,8 +1,8 @@
-"""Predicts an iteration's seconds when healthy, and as things stand: Eq. 2 over Eq. 1, without any test. Pure, no
-clock.
+"""Predicts the seconds of an iteration, with healthy ranks or with slow ranks of known speeds. Pure, no clock.
 
-Uses the same predictor and arrays as our own detector (`resihp.detector.online`), so that a comparison is one of rules.
-Slow ranks are reported by probes. Called by `change_points`.
+The prediction is the paper's Eq. 2 over the chunk times of Eq. 1. It uses the same predictor and arrays as resihp's own
+detector (`resihp.detector.online`), so that a comparison of detectors compares only their rules. Tests nothing; the
+speeds of slow ranks come from probes. Called by `change_points`.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ MAX_BESIDE_SAMPLES = 60
 
 
 class HealthyTimes:
-    """Healthy times under one plan, from the moment it takes effect; `predictor` survives the plan."""
+    """Model of the iterations under one plan. `predictor`: learnt times of chunks, which are kept across plans."""
 
     def __init__(self, plan: Plan, orders: Orders, nodes: Mapping[int, Hashable] | None, predictor: Predictor) -> None:
         self._predictor = predictor
         self._frame = Frame(plan, orders, nodes)
         self._stacked, self._links = self._frame.stacked, self._frame.links
         self._transfers = LinkTest(self._links, {}, 10_000, 500)
-        """Levels of healthy transfers; its findings are not used."""
+        """Test of links, used only for the levels of healthy transfers, not for its findings."""
         self._workload: tuple[Floats, Floats] | None = None
-        """N and S (M,) of the iteration seen last."""
+        """N and S of each micro-batch of the latest iteration, (M,) both; None before the first."""
 
     @property
     def ranks(self) -> frozenset[int]:
-        """Ranks that have work."""
+        """Ranks of the plan's stages."""
         return frozenset(self._stacked.row)
 
     @property
     def settled(self) -> bool:
-        """Whether all kinds of chunks are learnt, and learning is over."""
+        """Whether the times of all kinds of chunks are learnt and no longer change."""
         return self._frame.fitted and not self._predictor.learning
 
     @property
@@ -53,7 +53,7 @@ class HealthyTimes:
         return float(np.median(self._frame.beside)) if self._frame.beside else 0.0
 
     def transfers(self) -> tuple[float | None, float | None]:
-        """Return median seconds of a transfer between nodes and within a node; None if there is no such link."""
+        """Return the median seconds of a transfer between nodes, and within a node; None without such links."""
         seconds, kind = self._transfers.seconds(healthy=True), self._links.kind
         between_s, within_s = (seconds[(kind == kind_code) & (seconds > 0.0)] for kind_code in (0, 1))
         between_and_within = [
@@ -63,7 +63,7 @@ class HealthyTimes:
         return between_and_within[0], between_and_within[1]
 
     def learn(self, observation: Observation, slow: Mapping[int, float]) -> None:
-        """Learn from the ranks' measurements of an iteration; ranks in `slow` are not learnt from."""
+        """Learn from the measurements of an iteration, except for chunk times of the ranks in `slow`."""
         stacked = self._stacked
         columns = stacked.columns(observation.times)
         self._frame.fitted = self._frame.fitted or all(self._predictor.ready(key, kind) for key, kind in stacked.work)
@@ -76,11 +76,14 @@ class HealthyTimes:
         self._workload = stacked.workload(columns)
 
     def seconds(self, slow: Mapping[int, float]) -> float | None:
-        """Return the expected seconds of the latest iteration with ranks of these speeds; None if unknown."""
+        """Return the expected seconds of the latest iteration; None if unknown. `slow`: speeds of slow ranks."""
         return None if self._workload is None else self.forecast(*self._workload, slow)
 
     def forecast(self, tokens: npt.ArrayLike, squares: npt.ArrayLike, slow: Mapping[int, float]) -> float | None:
-        """Return the same for an iteration whose micro-batches have these N and S (M,)."""
+        """Return the expected seconds of an iteration from N and S of its micro-batches, (M,) both; None if unknown.
+
+        `slow`: speeds of slow ranks.
+        """
         workload = [np.asarray(values, dtype=np.float64) for values in (tokens, squares)]
         if any(len(values) != self._stacked.compiled.micro_batches for values in workload):
             return None

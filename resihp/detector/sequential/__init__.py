@@ -1,6 +1,6 @@
-"""Sequential statistics, one value at a time: when a level changed, by how much, how sure. Pure, no clock.
+"""Sequential statistics: find changes of level in series of values, with onset, size and confidence. Pure, no clock.
 
-`changes` watches one series and its `levels`, `peer_cusum` many against each other over a `window`; both use the models
-of variation in `noise` and `densities`. Knows nothing of ranks or training. Called by `detector.online` and
-`detector.offline`.
+`changes` tests one series (with `levels` and `densities`), `peer_cusum` many series against each other (with `window`,
+`noise` and `drift`), and `flicker` series that are slow now and then. `run_lengths` serves the rival detectors. This
+package knows nothing of ranks or training. Called by `detector.online`, `detector.rivals` and `detector.offline`.
 """

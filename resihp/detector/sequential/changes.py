@@ -1,18 +1,18 @@
-"""Detects when the level of one series changes for good: onset, size, confidence. Online, no clock; takes each value.
+"""Detects lasting changes of the level of one series, with onset, size and confidence, value by value. No clock.
 
-Each value updates the odds of two hypotheses about the present: the level is unchanged, or it changed at some earlier
-time to another level. This is the run-length recursion of Adams & MacKay ("Bayesian online changepoint detection",
-2007) on a grid of levels, in the limit of rare changes, where the posterior odds over the hazard are the statistic of
-Shiryaev and Roberts: without a change its mean grows by 1 per value, so that alarms at B are at least B values apart.
-For each level only the most probable run length is kept. Small levels of the grid collect evidence for as long as it
-takes (the test of small, persistent shifts); a level that drifts without a jump is compared with its beginning.
+Each value updates the odds of two hypotheses: the level is unchanged, or it changed to another level at some earlier
+time. This is the run-length recursion of Adams & MacKay ("Bayesian online changepoint detection", 2007) on a grid of
+changes, in the limit of rare changes. There, the posterior odds over the hazard are the statistic of Shiryaev and
+Roberts: without a change its mean grows by 1 per value, so that alarms at B are on average at least B values apart. For
+each change of the grid only the most probable run length is kept. Small changes collect evidence for as long as
+necessary. A level that drifts without a jump is compared with its first value (`levels`).
 
-The predictive density is Student's t on AR(1) innovations, mixed with outliers that may come in bursts: a checkpoint
-or an evaluation is explained as an outlier and is not a change, however large. SeriesLevel, scale and correlation are
-estimated robustly in a warm-up and adapt slowly while nothing changes.
+The predictive density is Student's t on AR(1) innovations, mixed with outliers that may come in bursts. A checkpoint or
+an evaluation therefore is an outlier, and no change, however large it is. Level, scale and correlation are estimated
+robustly in a warm-up, and adapt slowly while nothing changes.
 
-Decides when a change has happened, but not its meaning (`resihp.detector.offline.series`,
-`resihp.detector.online.monitor`).
+Never judges the meaning of a change; its callers, such as `resihp.detector.offline.series` and
+`resihp.detector.online.iteration_channel`, do.
 """
 
 from __future__ import annotations
@@ -41,39 +41,41 @@ from resihp.detector.sequential.levels import ChangePoint, SeriesLevel
 from resihp.detector.sequential.shifts import Alarm
 
 WARM_UP = 12
-"""Values from which a level and its noise are first estimated, without slow values at the start."""
+"""Number of values from which level and noise are first estimated; slow values at the start are dropped."""
 ADAPTATION_VALUES = 150
-"""Values over which level, scale and correlation adapt while nothing changes."""
+"""Number of values over which level, scale and correlation adapt while nothing changes."""
 KEPT_VALUES = 96
-"""Number of latest values in which an onset is searched."""
+"""Number of latest values in which the onset of a change is searched."""
 RETURN_SHARE = 0.1
-"""Share of the evidence that the healthy level needs for a change from another level to count as the return to it."""
+"""A change counts as a return to the healthy level if that level has at least this share of the evidence."""
 CORRELATION_VALUES = 10.0
+"""Weight of an assumed correlation, as a number of values."""
 FAMILIAR_VALUES = 40.0
-"""Weights, in values, of an assumed correlation, and of a familiar one."""
+"""Weight of an assumed correlation that is `familiar`, as a number of values."""
 HALVING_EVIDENCE = 5.0
-"""Evidence for a change at which new values have half weight for the correlation."""
+"""Evidence for a change at which a value has half of its weight for the correlation."""
 CORRELATION_ERRORS = 0.5
-"""Standard errors that are added to the estimated correlation."""
+"""Number of standard errors that are added to the estimated correlation."""
 MAX_EVIDENCE = 1e15
+"""Upper bound of the evidence for a level."""
 MAX_WARM_UP_SHIFT, MAX_WARM_UP_SCALES = 0.1, 4.0
-"""Excess of a warm-up's level over the expected level, in log units and in scales of its noise, above which it is not
-taken for healthy."""
+"""If the level of the warm-up is above the expected level by more than both, in log units and in scales of the noise,
+it is not taken for healthy."""
 
 
 class ChangeDetector:
-    """Finds change points of a series, one value after the other.
+    """Finds the change points of a series, one value after the other.
 
-    `noise`: standard deviation of a value around its level, if known; else estimated. `level`: the healthy level, if
-    known (0 for residuals). With both there is no warm-up. `correlation`: assumed lag-one correlation until the series
-    has shown its own. `familiar`: the correlation is close to the assumed one, so that values which look more
-    correlated while there is evidence for a change are attributed to the change. `least`: smallest change worth an
-    alarm, in the values' unit; larger if the level is less well known. `false_alarms_per`: lower bound of the mean
-    number of values between false alarms under correlated Gaussian noise. `aim`: size of a change that should be found
-    within four values, at the price of finding smaller ones late or never; None to be sensitive to small, persistent
-    ones. `floor`: lower bound of the standard deviation. `expected`: approximate healthy level, if known; used instead
-    of the warm-up's if that is far above. `several_levels`: values may alternate between several levels that form one
-    regime: the range of late values bounds the noise from below.
+    `noise`: standard deviation of a value around its level; None to estimate it. `level`: the healthy level (0 for
+    residuals); None to estimate it. With both there is no warm-up. `correlation`: assumed lag-one correlation, until it
+    can be estimated. `familiar`: whether the correlation is surely close to the assumed one; if values look more
+    correlated while there is evidence for a change, this is then attributed to the change. `least`: smallest reported
+    change, in the unit of the values; larger while the level is not well known. `false_alarms_per`: lower bound of the
+    mean number of values between false alarms, under correlated Gaussian noise. `aim`: size of a change that should be
+    found within four values; smaller changes are then found late or never. None to find small, persistent changes.
+    `floor`: lower bound of the standard deviation. `expected`: approximate healthy level, which replaces the level of
+    the warm-up if that is far above; None if unknown. `several_levels`: whether values may alternate between several
+    levels without a change; the range of late values is then a lower bound of the noise.
     """
 
     def __init__(
@@ -125,17 +127,17 @@ class ChangeDetector:
 
     @property
     def ready(self) -> bool:
-        """False during the warm-up, in which nothing can be found."""
+        """Whether the warm-up is over; during it, no change is found."""
         return self._now is not None
 
     @property
     def healthy(self) -> float:
-        """SeriesLevel that changes are measured against; NaN during the warm-up."""
+        """The healthy level, with which changes are compared; NaN during the warm-up."""
         return math.nan if self._healthy is None else self._healthy.level
 
     @property
     def level(self) -> float:
-        """Present level: the healthy one, or that of the last change; NaN during the warm-up."""
+        """The present level: the healthy one, or the one after the last change; NaN during the warm-up."""
         return math.nan if self._now is None else self._now.level
 
     @property
@@ -145,13 +147,16 @@ class ChangeDetector:
 
     @property
     def changed(self) -> bool:
-        """Whether the last change led away from the healthy level, without a return so far."""
+        """Whether the series has changed away from the healthy level and not returned."""
         return self._now is not self._healthy
 
     # --- the next value ---------------------------------------------------------------------------------------------
 
     def update(self, index: int, value: float) -> ChangePoint | None:
-        """Take the next value; indices increase, gaps are allowed. NaN and infinities are ignored."""
+        """Test the next value, and return the change that it completes, if any.
+
+        Indices increase and may have gaps. NaN and infinities are ignored.
+        """
         value = float(value)
         if not math.isfinite(value):
             return None
@@ -200,7 +205,10 @@ class ChangeDetector:
         return self._drifted(index)
 
     def _densities(self, errors: Floats, widths: Floats, wide: float) -> tuple[Floats, Floats]:
-        """Return the density of a value for each level, and the probability that it is not an outlier."""
+        """Return, for each level, the density of a value and the probability that it is not an outlier.
+
+        `errors`: prediction errors; `widths`: scales of the densities; `wide`: density of an outlier.
+        """
         skew = self._skew.factor
         z = errors / (widths * np.where(errors > 0, skew, 1 / skew))
         kernel = 1 + z * z / T_DEGREES
@@ -216,7 +224,7 @@ class ChangeDetector:
         return levels.evidence_needed(self._false_alarms_per, self._rho, self._healthy.worth, ratio)
 
     def _priors(self, uncertain: float) -> Floats:
-        """Return the prior of each level; small changes have less while the present level is not well known."""
+        """Return the prior of each level; it is smaller for small changes while the present level is uncertain."""
         doubt = (6 * uncertain + self._dull) / self._levels_squared
         doubt[0] = 0.0  # the healthy level is well known, and a return to it is expected
         priors: Floats = self._prior / (1 + doubt * doubt)
@@ -225,7 +233,8 @@ class ChangeDetector:
     # --- level and noise --------------------------------------------------------------------------------------------
 
     def _correlate(self) -> None:
-        """Update the lag-one correlation: shrunk to the assumed one, corrected for bias, plus half a standard error."""
+        """Update the lag-one correlation: shrunk towards the assumed one, corrected for bias, plus half a standard
+        error."""
         assert self._healthy is not None
         variance = self._healthy.variance / (1 - self._rho**2)
         pseudo = self._pseudo
@@ -246,11 +255,11 @@ class ChangeDetector:
 
     @property
     def _caution(self) -> float:
-        """Factor on the variance, because few values may have missed some of it."""
+        """Factor on the variance, because the variance of few values may be too small by chance."""
         return 1.0 if self._now is None else 1 + 3 / self._now.worth
 
     def _learn(self, value: float, rho: float) -> None:
-        """Adapt level, scale and correlation to values that are too old to belong to a change not yet found."""
+        """Adapt level, scale and correlation to earlier values: the latest few may belong to a change not found yet."""
         assert self._now is not None
         now = self._now
         self._pending.append((value, 1 - self._outlier, rho))
@@ -284,14 +293,19 @@ class ChangeDetector:
             self._before = offset * inlier
 
     def _least_variance(self, offset: float) -> float:
-        """Return the lower bound of the innovations' variance for values on alternating levels; `offset`: of the next
-        value from its level."""
+        """Return the lower bound of the innovations' variance, for values that alternate between levels.
+
+        `offset`: deviation of the next value from its level.
+        """
         if self._range is None:
             return 0.0
         return (GAUSSIAN_SCALE * self._range.follow(offset)) ** 2 * (1 - self._rho**2)
 
     def _warm_up(self, index: int, value: float) -> None:
-        """Estimate level and noise once enough values came; slow ones at the start are dropped."""
+        """Take a value of the warm-up; after enough values, estimate level and noise.
+
+        Slow values at the start are dropped.
+        """
         self._last = index
         self._buffer.append((index, value))
         if len(self._buffer) < WARM_UP:
@@ -325,7 +339,7 @@ class ChangeDetector:
     # --- changes ----------------------------------------------------------------------------------------------------
 
     def _restart(self) -> None:
-        """Restart the comparison of other levels with the present one, without evidence for any."""
+        """Restart the comparison of the present level with all others, without evidence."""
         assert self._now is not None
         assert self._healthy is not None
         away = abs(self._now.level - self._healthy.level)
@@ -383,7 +397,7 @@ class ChangeDetector:
         )
 
     def _drifted(self, index: int) -> ChangePoint | None:
-        """Return a change if the healthy level has drifted from its first well-known value, too slowly for a jump."""
+        """Return a change if the healthy level has drifted away from its first reliable value; else None."""
         assert self._healthy is not None
         if self._aim is not None or self.changed:
             return None

@@ -1,8 +1,10 @@
-"""Measures how far healthy series wander from their beginning; a smaller shift, times a factor for many, is none.
+"""Measures how far healthy series wander from their first level, so that such drift is not taken for a shift.
 
-Devices warm up and cool down individually; over hundreds of iterations their levels drift apart by a percent or more,
-which the noise from one value to the next does not show. The drift is measured across series at one time, robustly:
-half of them may have shifted. Used by `resihp.detector.sequential.peer_cusum`; decides nothing else. No clock.
+Devices warm up and cool down individually. Over hundreds of iterations their levels drift apart by a percent or more,
+which the noise from one value to the next does not show. The drift is measured over all series at one time, by a robust
+statistic: half of the series may have shifted. The smallest shift that counts is the drift's standard deviation times a
+factor that grows with the number of series. Used by `resihp.detector.sequential.peer_cusum`; finds no shift itself. No
+clock.
 """
 
 from __future__ import annotations
@@ -14,26 +16,26 @@ import numpy as np
 from resihp.detector.sequential.noise import Bools, Floats, Ints
 
 INDEPENDENT_VALUES = 40
-"""Values after which the place of a wandering series is independent of the former one: one chance each."""
+"""Number of values after which the level of a wandering series is independent of its former level."""
 SPREAD_FADING = 0.98
 """Factor by which the weight of earlier observations fades at each update."""
 MIN_GROUP_SERIES = 16
-"""Number of series from which on a group's spread is measured separately."""
+"""Smallest number of series of a group for which the variance is measured separately."""
 MIN_CALM_SERIES = 4
-"""Number of calm series that an update needs."""
+"""Smallest number of series without a known problem for an update."""
 PRIOR_UPDATES = 10.0
-"""Weight, in updates, of a variance known from before."""
+"""Weight, in updates, of a prior variance."""
 VARIANCE_ERROR = 2.5
 """Relative error of a variance of n series, times the square root of n."""
 NORMAL_HALF_WIDTH = 1.349
-"""Width of the interval that holds half of a normal distribution, in standard deviations."""
+"""Width of the shortest interval with half of a normal distribution, in standard deviations."""
 
 
 class Drift:
-    """Drift of series in groups; `group` (n,) numbers them from 0.
+    """Estimates the drift of n healthy series. `group` (n,): number of each series' group, from 0.
 
-    `false_alarms_per`: values between false alarms of all series. `prior_variance`: variance of such series from
-    before.
+    `false_alarms_per`: number of values between false alarms of all series. `prior_variance`: variance of the drift
+    from an earlier estimate; 0 without one.
     """
 
     def __init__(self, group: Ints, false_alarms_per: int, prior_variance: float) -> None:
@@ -42,16 +44,16 @@ class Drift:
         self._own = np.flatnonzero(np.bincount(group, minlength=groups) >= MIN_GROUP_SERIES)
         self._squares = np.zeros(groups)
         self.pooled = prior_variance
-        """Variance over all series."""
+        """Variance of the drift over all series."""
         self._worth = PRIOR_UPDATES if prior_variance > 0.0 else 0.0
         chances = max(group.size, 1) * max(false_alarms_per / INDEPENDENT_VALUES, 1.0)
         self._reach = float(np.sqrt(2.0 * np.log(chances)))
-        """Standard deviations that the maximum over so many independent chances hardly exceeds."""
+        """Number of standard deviations that the largest drift between two false alarms hardly exceeds."""
 
     def follow(self, away: Floats, error: Floats, calm: Bools) -> None:
-        """Take the deviations of series from their healthy levels (n,), each with a variance of `error`.
+        """Update the estimate. `away` (n,): deviations of the series from their healthy levels.
 
-        `calm` (n,): series without any known problem.
+        `error` (n,): variance of each deviation without drift. `calm` (n,): whether the series has no known problem.
         """
         if np.count_nonzero(calm) < MIN_CALM_SERIES:
             return
@@ -66,7 +68,8 @@ class Drift:
                 self._squares[group] = self._followed(float(self._squares[group]), square, count)
 
     def _followed(self, before: float, now: float, count: int) -> float:
-        """Return the updated mean; a certain excess counts at once, because it may go on."""
+        """Return the updated mean of a variance; an increase that is certain counts at once, because it may
+        continue."""
         certain = max(1.0 - VARIANCE_ERROR / math.sqrt(count), 0.0)
         return max(before + (now - before) / self._worth, certain * now)
 
@@ -79,7 +82,7 @@ class Drift:
 
 
 def variance(away: Floats, error: Floats) -> float:
-    """Return the variance of values without their errors, from the shortest interval that holds half of them."""
+    """Return the variance of values minus that of their errors, from the shortest interval with half of the values."""
     ordered = np.sort(away)
     half = (ordered.size + 1) // 2
     widths = ordered[half - 1 :] - ordered[: ordered.size - half + 1]

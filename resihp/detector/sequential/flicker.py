@@ -1,16 +1,14 @@
-"""Finds series that are slow now and then: more often than their peers, never for long. No clock.
+"""Finds series that flicker: they are slow in some iterations, more often than their peers, and never for long.
 
-An outlier is a value far above its series' own level; a burst is a run of at most MAX_BURST_LENGTH outliers that has
-ended; a longer run is a shift, which `resihp.detector.sequential.peer_cusum` finds. Bursts, not outliers, are evidence,
-because the outliers of one stall have one cause. The bursts of each series are tested by CUSUMs (Page, 1954) of
-Bernoulli log odds: probability of a burst one of BURST_RATES, against the rate that the others have shown, in its group
-or altogether, whichever is higher. An event in many lanes in one iteration is common and counts for no series: a
-checkpoint, a garbage collection. Without flicker a CUSUM reaches h at most once in e^h values (Lorden, 1971); h follows
-from the number of series.
+An outlier is a value far above the level of its series. A burst is a run of at most MAX_BURST_LENGTH outliers; a longer
+run is a shift, which `resihp.detector.sequential.peer_cusum` finds. Bursts are the evidence, not outliers, because the
+outliers of one stall have one cause. The bursts of each series are tested by CUSUMs (Page, 1954) of Bernoulli log odds:
+a burst probability of BURST_RATES against the rate of the other series, either of the same group or of all, whichever
+is higher. If many lanes have outliers in one iteration, as after a checkpoint or a garbage collection, these count for
+no series. Without flicker, a CUSUM reaches the threshold h at most once in e^h values (Lorden, 1971); h follows from
+the number of series. Flicker that costs less than MIN_COST on average is not reported, however certain it is.
 
-Cost comes before odds: flicker that costs less than MIN_COST on average is not reported, however certain.
-
-Called by `resihp.detector.online.beside`, which knows the meaning of the series; decides nothing about them.
+Called by `resihp.detector.online.beside`, which knows the meaning of the series. Never decides on a reaction. No clock.
 """
 
 from __future__ import annotations
@@ -26,60 +24,65 @@ from resihp.detector.sequential.noise import Bools, Floats, Ints
 from resihp.detector.sequential.shifts import Alarm
 
 BURST_RATES = (0.03, 0.1)
-"""Burst rates, per iteration, that are searched for."""
+"""Rates of bursts, per iteration, that the tests search."""
 MIN_OUTLIER_LOG = float(np.log(1.1))
+"""Smallest distance of an outlier from the level of its series, log units."""
 OUTLIER_SIGMAS = 5.0
-"""Distance of an outlier above its level: minimum in log units, and in standard deviations."""
+"""Smallest distance of an outlier from the level of its series, in standard deviations."""
 MAX_BURST_LENGTH = 4
-"""Highest number of outliers in a row that form one burst; more are not flicker."""
+"""Largest number of consecutive outliers that form a burst; more are a shift, not flicker."""
 MIN_BURSTS = 4
+"""Smallest number of bursts of reported flicker."""
 WORSE_FACTOR = 2.0
-"""Factor on the known cost from which on known flicker is reported again."""
+"""Known flicker is reported again when its cost is this many times the known cost."""
 MIN_COST = 0.01
-"""Smallest reported cost: average excess over the healthy time."""
+"""Smallest cost of reported flicker: average excess over the healthy time."""
 PRIOR_BURSTS, PRIOR_VALUES = 1.0, 500.0
-"""Prior of the others' rate: bursts, and the number of values in which they occurred."""
+"""Prior of the rate of the other series: number of bursts, and number of values in which they occurred."""
 MIN_RATE = 1e-3
-"""Lower bound of a usual rate, bursts per iteration."""
+"""Lower bound of the rate of the other series, bursts per iteration."""
 MEMORY_ITERATIONS = 1000.0
-"""Iterations over which rates of bursts are remembered."""
+"""Number of iterations over which the rates of bursts fade."""
 FALSE_ALARM_SHARE = 0.25
-"""Share of the allowed false alarms that these tests may use."""
+"""Share of the allowed false alarms for these tests."""
 COMMON_SHARE = 0.25
-"""Share of the lanes, at least three, with outliers in one iteration from which on that is a common event."""
+"""Share of the lanes, at least three lanes, above which outliers in one iteration are an event common to all."""
 QUIET_PROBABILITY = 1e-3
-"""A flicker has ended once the probability of so long a quiet time would be below this."""
+"""Flicker has ended when a time without bursts as long as the present one would be less probable than this."""
 
 
 class Flickering(msgspec.Struct, frozen=True, kw_only=True):
-    """Series `series` has been slow now and then since iteration `onset`, or ceased to be so then."""
+    """Flicker of a series: it began (`kind` "slow") or ended ("recovered") at iteration `onset`."""
 
     series: int
     kind: Literal["slow", "recovered"]
     onset: int
     share: float
-    """`share`: share of the iterations since then that were slow; `factor`: their mean time over the healthy time."""
+    """Share of the iterations since the beginning that were slow, 0 to 1."""
     factor: float
+    """Mean time of the slow iterations, over the healthy time."""
     bursts: int
+    """Number of bursts since the beginning."""
     rate: float
     """Usual bursts per iteration of the other series."""
     patience: int
-    """Iterations without a burst after which it has ceased."""
+    """Number of iterations without a burst after which the flicker has ended."""
     confidence: float
     alarm: Alarm | None = None
+    """State of the test that found the flicker; None if it follows from the alarm of another series."""
 
     @property
     def cost(self) -> float:
-        """Average excess over the healthy time."""
+        """Average excess of all iterations over the healthy time: 0.01 is 1 %."""
         return self.share * (self.factor - 1.0)
 
 
 class Flicker:
-    """Tests of `n` series.
+    """Tests of n series for flicker.
 
-    `groups` (n,): series of one group are alike; `lanes` (n,): series of one lane, and group, cannot always be
-    distinguished: they are not each other's peers, and count as one in the search for common events. `known_flicker`:
-    series whose flicker was already reported.
+    `groups` (n,): group of each series; series of a group are alike. `lanes` (n,): lane of each series, within a group;
+    series of a lane cannot always be distinguished, so that they are not compared with each other, and count as one for
+    events common to all. `known_flicker`: flicker that was already reported.
     """
 
     def __init__(
@@ -95,33 +98,37 @@ class Flicker:
         n = self.size = self._group.size
         self._members = np.bincount(self._group, minlength=1)
         self._wide = np.bincount(self._lane, minlength=1)
-        """Number of series in each lane, all of one group."""
+        """Number of series in each lane; all series of a lane are of one group."""
         self._most = max(COMMON_SHARE * self._wide.size, 2.0)
         self._threshold = float(np.log(len(BURST_RATES) * max(n, 1) * false_alarms_per / FALSE_ALARM_SHARE))
         self._prior = float(np.log(max(n, 1) * 10_000.0))
         self._sums = np.zeros((len(BURST_RATES), n))
         self._run = np.zeros(n, dtype=np.int64)
-        """Outliers in a row up to now."""
+        """(n,): number of consecutive outliers up to the latest value."""
         self._began, self._since = np.zeros((2, n), dtype=np.int64)
-        """Iteration of the first outlier that counts, and the number of values since, including that one."""
+        """(n,) both: iteration of the first outlier in the present evidence, and number of values since, including
+        it."""
         self._bursts, self._outliers = np.zeros((2, n), dtype=np.int64)
         self._excess = np.zeros(n)
-        """Of these outliers: number of bursts, number of outliers, and the sum of their relative excess."""
+        """(n,): sum of the relative excess of the outliers in the present evidence; `_outliers` and `_bursts` are the
+        numbers of these outliers and of their bursts."""
         self._burst_counts, self._seen_iterations = np.zeros(n), 0.0
-        """Bursts of each series, and the number of iterations seen; both fade."""
+        """Number of bursts of each series, and number of iterations; both fade."""
         self.flickering: dict[int, Flickering] = {flicker.series: flicker for flicker in known_flicker}
+        """Reported flicker that has not ended, by series."""
         self._judged: list[int] = []
-        """Series with sufficient evidence in the last update, reported or already known."""
+        """Series with enough evidence in the last update, reported or already known."""
         self._cleared_costs: dict[int, float] = {}
-        """Cost of series that were reported and then measured to be healthy."""
+        """Cost of the flicker of series that were reported and then measured to be healthy."""
         self._quiet: dict[int, tuple[int, int]] = {}
-        """Of series that flicker: iteration of the last outlier, and number of values since."""
+        """For each series that flickers: iteration of its last outlier, and number of values since."""
 
     def update(self, index: int, away: Floats, noise: Floats, slow: Bools) -> list[Flickering]:
-        """Take an iteration's deviations (n,) from the present levels, log units; NaN for missing ones.
+        """Test an iteration and return flicker that is new, worse, or has ended.
 
-        `noise` (n,): their standard deviations. `slow` (n,): series with a known shift, which do not flicker.
-        Indices increase. Return new and ended flicker.
+        `index`: number of the iteration, increasing. `away` (n,): deviations from the present levels, log units, NaN if
+        missing. `noise` (n,): standard deviations of the series. `slow` (n,): series with a known shift, which do not
+        flicker.
         """
         if self._judged:  # evidence from now on is judged separately
             self._forget(np.array(self._judged))
@@ -143,7 +150,10 @@ class Flicker:
         return self._alarms() + self._ceased(index, outlying, present)
 
     def alike(self, flicker: Flickering, rows: Iterable[int], share: float) -> list[int]:
-        """Return those of `rows` that are slow as often and as much, by at least `share`: indistinguishable from it."""
+        """Return the series of `rows` that cannot be distinguished from a flickering one.
+
+        They have at least `share` of its outliers, and of the sum of their excess.
+        """
         outliers, excess = share * self._outliers[flicker.series], share * self._excess[flicker.series]
         return [
             row
@@ -152,11 +162,12 @@ class Flicker:
         ]
 
     def record(self, flicker: Flickering) -> None:
-        """Record that a series is known to flicker."""
+        """Record that the flicker of a series is known."""
         self.flickering[flicker.series] = flicker
 
     def clear(self, series: int) -> None:
-        """Record that a series was measured to be healthy: it is reported again only if it gets much worse."""
+        """Record that a series was measured to be healthy: its flicker is reported again only if it becomes much
+        worse."""
         flicker = self.flickering.pop(series, None)
         if flicker is not None:
             self._cleared_costs[series] = flicker.cost
@@ -172,7 +183,7 @@ class Flicker:
         self._burst_counts *= 1 - 1 / MEMORY_ITERATIONS
 
     def _weigh(self, ended: Ints, present: Bools) -> None:
-        """Add the log odds of bursts that have ended, and of iterations without one."""
+        """Add the log odds of bursts that have ended, and of iterations without a burst."""
         rates = np.array(BURST_RATES)[:, None]
         self._sums += np.log((1 - rates) / (1 - MIN_RATE)) * present
         if ended.size:
@@ -185,7 +196,7 @@ class Flicker:
             self._forget(np.flatnonzero(spent & (self._sums.max(axis=0) <= 0.0)))
 
     def _usual(self, rows: Ints) -> Floats:
-        """Return the others' bursts per iteration: of all other lanes, or of those of the group if that is higher."""
+        """Return the usual bursts per iteration of other lanes: of all, or of the same group if that is higher."""
         counted = self._burst_counts.copy()
         counted[list(self.flickering)] = 0.0
         lane, group = self._lane[rows], self._group[rows]
@@ -230,7 +241,10 @@ class Flicker:
         )
 
     def _ceased(self, index: int, outlying: Bools, present: Bools) -> list[Flickering]:
-        """Return flicker that has been quiet for too long to go on; a series that does not report is left as it is."""
+        """Return the flicker that has ended, because there was no burst for `patience` values.
+
+        Missing values do not count.
+        """
         quiet, self._quiet = self._quiet, {}
         ended = []
         for series, flicker in list(self.flickering.items()):
@@ -248,7 +262,7 @@ class Flicker:
         return ended
 
     def _forget(self, rows: Ints) -> None:
-        """Reset the evidence of these series."""
+        """Discard the evidence of the series `rows`."""
         self._sums[:, rows] = 0.0
         self._bursts[rows] = self._outliers[rows] = self._since[rows] = 0
         self._excess[rows] = 0.0

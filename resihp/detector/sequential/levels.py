@@ -1,7 +1,6 @@
-"""The level of a series, where it jumped, how much evidence a jump needs, and whether the level drifts. Pure.
+"""Locates jumps in a series, finds slow drifts of its level, and computes the evidence that a jump needs. Pure.
 
-Locates a jump that `changes` found, and finds a drift that is too slow for a jump. Never gathers the evidence for a
-jump. Used by `resihp.detector.sequential.changes`.
+Never gathers the evidence for a jump; `resihp.detector.sequential.changes` does, and calls this module.
 """
 
 from __future__ import annotations
@@ -16,55 +15,55 @@ from resihp.detector.sequential.densities import Floats, log_density, robust
 from resihp.detector.sequential.shifts import Alarm
 
 MIN_VALUES = 3
-"""Number of values that a level needs: two outliers in a row are not a level."""
+"""Smallest number of values of a level: two outliers in a row are not a level."""
 ANCHOR_VALUES = 60
-"""Values after which the level counts as the beginning of the series, against which drift is measured."""
+"""Number of values from which the first level, against which drift is measured, is estimated."""
 DRIFT_FACTOR = 1.2
 """Smallest drift that is reported, relative to the smallest jump."""
 
 
 class ChangePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A change of level from `before` to `after` at the value of index `onset`, detected at that of `detected`."""
+    """A change of level from `before` to `after` at the value with index `onset`, detected at index `detected`."""
 
     onset: int
     detected: int
     before: float
     after: float
     confidence: float
-    """Posterior probability of the change, if one value in a thousand begins one."""
+    """Posterior probability of the change, under the prior that one value in a thousand begins a change."""
     alarm: Alarm | None = None
 
 
 class SeriesLevel:
-    """A level, the noise around it, and the numbers of values behind both."""
+    """A level (`level`) from `count` values, and the noise around it."""
 
     def __init__(self, level: float, count: float, variance: float, worth: float) -> None:
         self.level = level
         self.count = count
         self.variance = variance
-        """Squared scale of innovations, for the t density."""
+        """Squared scale of the t density of innovations."""
         self.worth = worth
-        """Number of values behind the variance."""
+        """Number of values from which the variance is estimated."""
 
 
 class SlowDrift:
-    """Compares the healthy level with its first well-known value. `least`: smallest jump that counts."""
+    """Test for slow drift: compares the healthy level with the first reliable one. `least`: smallest reported jump."""
 
     def __init__(self, least: float) -> None:
         self._least = least
         self._anchor: SeriesLevel | None = None
         self._calm_at = 0
-        """Index at which the level was last near its first one."""
+        """Latest index at which the level was near the first level."""
 
     def forget(self) -> None:
-        """Take the next well-known level for the first one."""
+        """Use the next reliable level as the first level."""
         self._anchor = None
 
     def follow(self, index: int, healthy: SeriesLevel, uncertain: float, evidence: Floats) -> ChangePoint | None:
-        """Return a change if the level has drifted.
+        """Return a change if the healthy level has drifted away from the first level; else None.
 
-        `uncertain`: squared standard error of the level; `evidence`: that for a jump, with much of which no level
-        becomes the first.
+        `uncertain`: squared standard error of the level; `evidence`: evidence for a jump. With much of this evidence, the
+        level is not used as the first level.
         """
         anchor = self._anchor
         if anchor is None:
@@ -90,7 +89,7 @@ class SlowDrift:
 
 
 def sizes_compared(least: float) -> Floats:
-    """Return the sizes of jumps that are compared with no jump, ascending. `least`: smallest jump that counts."""
+    """Return the sizes of jumps to test, ascending. `least`: smallest reported jump."""
     sizes = [least * 1.15]
     while sizes[-1] < 3.0:
         sizes.append(sizes[-1] * 1.25)
@@ -98,10 +97,10 @@ def sizes_compared(least: float) -> Floats:
 
 
 def evidence_needed(false_alarms_per: int, rho: float, worth: float, ratio: float | None) -> float:
-    """Return the evidence needed for an alarm. Factors are measured (`tests/resihp/detector/synthetic_runs.py`).
+    """Return the evidence for an alarm. Its factors were measured (`tests/resihp/detector/synthetic_runs.py`).
 
-    `rho`: lag-one correlation; `worth`: number of values behind the noise; `ratio`: size of the intended change in
-    standard deviations, None for small, persistent ones.
+    `rho`: lag-one correlation; `worth`: number of values from which the noise is estimated; `ratio`: size of the change
+    to be found quickly, in standard deviations; None to find small, persistent changes.
     """
     if ratio is None:
         return 0.3 * false_alarms_per * math.exp(3 * rho) * (1 + 40 / worth)
@@ -114,9 +113,9 @@ def evidence_needed(false_alarms_per: int, rho: float, worth: float, ratio: floa
 def located(
     recent: Collection[tuple[int, float]], before: SeriesLevel, change: float, onset: int
 ) -> tuple[int, float, int]:
-    """Return the most likely onset, the level after it, and the number of values since.
+    """Return the most likely onset of a jump, the level after it, and the number of values since.
 
-    `recent`: indices and values; `change`, `onset`: a first guess.
+    `recent`: indices and values of the series; `before`: level before the jump; `change`, `onset`: a first guess.
     """
     indices = np.array([i for i, _ in recent])
     values = np.array([v for _, v in recent])

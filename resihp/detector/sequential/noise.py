@@ -1,7 +1,8 @@
-"""Estimates how many series vary around their levels: scales, correlation, outliers; robust and online. No clock.
+"""Estimates the noise of many series around their levels: scales, correlation, and the frequency of outliers.
 
-Kept for each group of series that should be alike, so that a few iterations of many series carry as much information as
-many of one. Used by `resihp.detector.sequential.peer_cusum`.
+The estimates are robust and updated with each iteration. They are shared by all series of a group of peers, so that a
+few iterations of many series are as informative as many iterations of one series. Tests nothing; used by
+`resihp.detector.sequential.peer_cusum`. No clock.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ Bools = npt.NDArray[np.bool_]
 MIN_NOISE = 0.002
 """Lower bound of a series' noise, log units."""
 HALF_TRUST_ITERATIONS = 12.0
-"""Iterations behind a scale at which half of its safety margin is left."""
+"""Number of iterations after which half of the safety margin on a scale is left."""
 NEW_WEIGHT = 0.01
-"""Weight of a new iteration in long-known estimates."""
+"""Weight of a new iteration in estimates from many iterations."""
 MIDDLE_WEIGHT = 0.05
 """Weight of a new iteration in the recent position of a series."""
 OUTLIER_SIGMAS = 3.0
@@ -26,14 +27,14 @@ OUTLIER_SIGMAS = 3.0
 OUTLIER_WEIGHT = 0.002
 """Weight of a new iteration in the frequency of outliers."""
 SPARSE_STRIDE = 4
-"""After SPARSE_AFTER iterations, only one in this many is learnt from."""
+"""After SPARSE_AFTER iterations, only every SPARSE_STRIDE-th iteration updates scales and correlation."""
 SPARSE_AFTER = 64
 SMALL_SAMPLE_FACTOR = 1.25
-"""Correction factor: the median absolute deviation from the median of five values is too small by this."""
+"""Correction factor for the median absolute deviation from the median of five values, which is too small."""
 
 
 class Noise:
-    """Noise of series in groups; `group` (n,) numbers them from 0."""
+    """Estimates the noise of n series. `group` (n,): number of each series' group, from 0."""
 
     def __init__(self, group: Ints) -> None:
         self._group = group
@@ -44,17 +45,18 @@ class Noise:
         """Sums of products of consecutive values, and of squares."""
         self._last = np.zeros(group.size)
         self._middle = np.zeros(group.size)
-        """Recent position of each series relative to its level, which is not part of its noise."""
+        """Recent position of each series relative to its level; it is subtracted, because it is not noise."""
         self._tails = np.tile([[0.1], [100.0]], (1, self._members.size))
-        """Number of outliers, and of all values."""
+        """Number of outliers, and number of all values, of each group; both fade."""
         self._rows = 0
         self._worth = 0.0
-        """Number of iterations, as if no value had been missing."""
+        """Number of values per series so far."""
 
     def learn(self, away: Floats, middle: Floats) -> None:
-        """Initialise scales from absolute deviations (iterations, n), NaN for missing ones.
+        """Initialise the scales. `away`: absolute deviations of values from their levels, (iterations, n), NaN if
+        missing.
 
-        `middle` (n,): positions of series relative to their levels, which may not follow them.
+        `middle` (n,): position of each series relative to its level, because levels are bounded.
         """
         self._middle = middle.copy()
         groups = range(self._members.size)
@@ -67,9 +69,11 @@ class Noise:
         self._worth = float(np.isfinite(away).sum() / max(self._group.size, 1))
 
     def follow(self, unit: Floats, sigma: Floats, present: Bools) -> None:
-        """Take an iteration's deviations from levels, scaled to one width; `sigma` (n,) was expected of them.
+        """Update the estimates with an iteration.
 
-        All count, suspected or not: leaving out those that stand out would make scales ever smaller.
+        `unit` (n,): deviations from the levels, scaled to equal width; `sigma` (n,): standard deviations used by the
+        tests; `present` (n,): series with a value. Suspected series count as well, because without the values that
+        stand out, scales would become ever smaller.
         """
         self._rows += 1
         self._worth += float(np.count_nonzero(present)) / max(present.size, 1)
@@ -100,13 +104,16 @@ class Noise:
 
     @property
     def scale(self) -> Floats:
-        """(n,): standard deviations of values as such: without safety margin and correlation."""
+        """(n,): standard deviation of a value of each series, without safety margin and correlation."""
         return self._group_scale[self._group]
 
     @property
     def sigma(self) -> Floats:
-        """(n,): standard deviations, the group's, or the series' own if larger; increased while few values are known,
-        and by the factor by which correlation widens sums of values."""
+        """(n,): standard deviation of each series for the tests: the group's, or the series' own if that is much
+        larger.
+
+        It is increased while few values are known, and by the factor by which correlation widens sums of values.
+        """
         scale = np.maximum(self._group_scale[self._group], 0.8 * self._own_scale)
         few = (
             1.15 + 1 / max(scale.size, 1) + HALF_TRUST_ITERATIONS / (HALF_TRUST_ITERATIONS + self._worth)
@@ -117,7 +124,8 @@ class Noise:
 
     @property
     def surprise(self) -> Floats:
-        """(n,): highest log odds of a single value: an outlier is no rarer than observed, counted per side."""
+        """(n,): highest log odds that a single value may contribute, from the observed frequency of outliers on one
+        side."""
         outliers = 0.5 * self._tails[0] / self._tails[1]
         return np.asarray(-np.log(np.minimum(outliers, 0.5))[self._group])
 

@@ -1,18 +1,17 @@
-"""Finds the series that are slow relative to their peers: ranks by compute time, links by delay. No clock.
+"""Finds the series that became slow relative to their peers: ranks by compute time, links by delay. No clock.
 
-Each iteration brings one number per series, log(measured / predicted). The part that all have in common (the
-iteration's own factor, a workload that is predicted imprecisely) is their median, and cancels. The remainder is tested
-series by series, all at once in arrays, by two-sided CUSUMs on a grid of shifts (Page, "Continuous inspection schemes",
-1954) against the series' own level. Thresholds follow from the number of series: without a shift a CUSUM reaches h at
-most once in e^h values (Lorden, 1971), and h is chosen for the false alarms of all series together. A single value
-carries at most 1 / 2.5 of h, so that neither one outlier nor two raise an alarm.
+Each iteration has one value per series, log(measured / predicted). The part that all series have in common, as from an
+imprecise prediction, is their median, and is subtracted. The rest of each series is compared with the series' own level
+by two-sided CUSUMs for several sizes of shift (Page, "Continuous inspection schemes", 1954), computed for all series at
+once. The threshold h follows from the number of series: without a shift, a CUSUM reaches h at most once in e^h values
+(Lorden, 1971), and h is chosen for the false alarms of all series together. A single value contributes at most h / 2.5,
+so that one or two outliers raise no alarm.
 
-Levels are first learnt over a few iterations, within narrow bounds around those of the series' peers (series of one
-group, which should be alike): a series that is slow from the start leaves these bounds and is found, not learnt. A
-series without peers is compared with its own past only.
+Levels are learnt in the first iterations, within narrow bounds around the levels of the series' peers (the series of
+its group, which should be alike). A series that is slow from the start is outside of these bounds, and is therefore
+found. A series without peers is compared with its own past only.
 
-Called by `resihp.detector.online.monitor`, which knows the meaning of the series; does not decide on the reaction to a
-shift.
+Called by the channels of `resihp.detector.online`, which know the meaning of the series. Never decides on a reaction.
 """
 
 from __future__ import annotations
@@ -32,49 +31,48 @@ from resihp.detector.sequential.window import Window, low_median, medians
 __all__ = ["Cooldown", "PeerTest", "SeriesStanding", "Shift"]
 
 SHIFT_GRID = (0.03, 0.1, 0.3)
-"""Shifts that the CUSUMs search for, log units. Each finds shifts larger than half of its own; a larger shift is found
-sooner by its own CUSUM if there is much noise."""
+"""Sizes of shifts that the CUSUMs search, log units. A CUSUM finds all shifts above half of its size; with much noise,
+a large shift is found sooner by the CUSUM of that size."""
 LEARNING_ITERATIONS = 5
-"""Iterations over which levels are first learnt; more if many values are missing."""
+"""Number of first iterations from which levels are learnt; more if many values are missing."""
 SETTLED_ITERATIONS = 60
-"""Iterations after which a healthy level is fixed: a later slow drift from it is a shift."""
+"""Number of iterations after which a healthy level is fixed, so that a later slow drift away from it is a shift."""
 MIN_FURTHER_SHIFT = 0.05
 """Smallest further shift of a slow series that is reported, log units."""
 WANDERING_SHARE = 0.7
-"""Share of the series' usual wandering by which a value must deviate to count as evidence of a shift."""
+"""Share of the series' usual wandering from which on a deviation is evidence of a shift."""
 MAX_PATIENCE_FACTOR = 4
-"""Cap on a cooldown's length, as a multiple of the first: a lasting problem must not be forgotten between two."""
+"""Longest cooldown, as a multiple of the first one, so that a lasting problem is not ignored for too long."""
 REVIEW_EVERY = 16
-"""Values between reviews of wandering, slow drift, and expired cooldowns."""
+"""Number of values between two reviews of wandering and slow drift."""
 MAX_PEER_SIGMAS = 4.0
-"""Highest deviation of a healthy series from its peers, in standard deviations of their differences."""
+"""Largest deviation of a healthy series from its peers, in standard deviations of such deviations."""
 CREEP_CONFIDENCE = 0.9
-"""Confidence in a level shift whose beginning no CUSUM saw."""
+"""Confidence of a shift without an alarm of a CUSUM, as after a slow drift."""
 RECENT_VALUES = 8
-"""Number of values from which the recent position of a series is taken."""
+"""Number of latest values from which the recent level of a series is computed."""
 MAX_LOG_RATIO = float(np.log(1e4))
-"""Log ratios beyond this are a clock error, not a measurement."""
+"""Largest absolute value of a valid log ratio; a larger one is a clock error."""
 MIN_LEVEL_ERRORS = 8.0
-"""Smallest shift that is searched for, in standard errors of the level before it."""
+"""Smallest shift that is searched, in standard errors of the level before it."""
 MIN_VALUES_PER_ALARM = 2.5
-"""Number of values that an alarm takes at least: the inverse of the threshold's share that one value can carry."""
+"""Smallest number of values that raise an alarm: one value contributes at most the threshold divided by this."""
 MEDIAN_VARIANCE = float(np.pi / 2)
-"""Variance of the median of many values, times their number."""
+"""Variance of the median of many standard normal values, times their number."""
 FALSE_ALARM_SHARE = 0.05
-"""Share of the allowed false alarms that one test may use; the rest is for noise that deviates from the assumptions."""
+"""Share of the allowed false alarms for one test; the rest is a margin for noise that deviates from the assumptions."""
 
 
 class PeerTest:
-    """Sequential tests of `n` series against each other and their own past.
+    """Sequential tests of n series against each other and against their own past.
 
-    `groups` (n,): series of one group are alike and may be compared from the start. `known_shifts`: shifts that were
-    already reported, by series. `spread`, one or (n,): highest difference between healthy peers of a group, log units;
-    infinite if they cannot be compared. `cooldowns`: cooldowns of series that were measured to be healthy in spite of a
-    shift. `least`: smallest shift that counts; more if series wander by more. `quorum`: share of the series that an
-    iteration must have.
-    `patience`: iterations for which a cleared suspicion is not raised again on the same evidence; doubled each time,
-    up to `MAX_PATIENCE_FACTOR` times.
-    `wandering`: earlier estimate for such series, as in the property of that name.
+    `groups` (n,): group of each series; the series of a group are alike and are compared from the start.
+    `known_shifts`: shifts that were already reported, by series. `cooldowns`: cooldowns by series. `spread`, a number
+    or (n,): largest difference between healthy series of a group, log units; infinite if they cannot be compared.
+    `least`: smallest reported shift, log units; increased if series wander by more. `false_alarms_per`: lower bound of
+    the mean number of iterations between false alarms. `quorum`: share of the series that must have a value for an
+    iteration to count. `patience`: length of a first cooldown in iterations; doubled for each further one of the same
+    series, up to `MAX_PATIENCE_FACTOR` times the first. `wandering`: earlier value of the property `wandering`.
     """
 
     def __init__(
@@ -96,7 +94,7 @@ class PeerTest:
         self._members = np.bincount(self._group, minlength=1)
         self._spread = np.where(self._members[self._group] > 1, spread, np.inf) if n else np.zeros(0)
         self._kept_cooldowns = dict(cooldowns or {})
-        """Cooldowns to be kept, until levels are learnt."""
+        """Cooldowns from before, which take effect when levels are learnt."""
         self._least = least
         self._quorum = max(quorum * n, min(n, 3))
         self._threshold = float(np.log(len(SHIFT_GRID) * max(n, 1) * false_alarms_per / FALSE_ALARM_SHARE))
@@ -109,9 +107,9 @@ class PeerTest:
         for series, shift in (known_shifts or {}).items():
             self._level[series], self._reported_shift[series], self._slow[series] = shift, shift, True
         self._centre = np.zeros(n)
-        """Level of each series' group."""
+        """(n,): level of each series' group."""
         self._counts = np.zeros(n, dtype=np.int64)
-        """Number of values behind each base."""
+        """(n,): number of values from which each healthy level (`_base`) was learnt."""
         self._has_unlearnt = False
         self._since = np.full(n, SETTLED_ITERATIONS)
         """Number of values since an alarm last set the level."""
@@ -125,7 +123,7 @@ class PeerTest:
         self._noise = Noise(self._group)
         self._drift = Drift(self._group, false_alarms_per, wandering)
         self._floor = np.maximum(self._drift.least, least)
-        """Smallest shift of each series that counts: more than the others' wandering."""
+        """(n,): smallest reported shift of each series; larger than healthy wandering."""
         self._cooldowns: dict[int, tuple[int, float]] = {}
         self._patience = {series: cooldown.patience for series, cooldown in self._kept_cooldowns.items()}
         self._least_patience = patience
@@ -135,29 +133,29 @@ class PeerTest:
 
     @property
     def ready(self) -> bool:
-        """False while levels are being learnt, when nothing can be found."""
+        """Whether levels are learnt; before, no shift is found."""
         return self._learnt is None
 
     @property
     def slow(self) -> tuple[int, ...]:
-        """Series that were found slow and have not recovered."""
+        """The series that were found slow and have not recovered."""
         return tuple(np.flatnonzero(self._slow).tolist())
 
     @property
     def suspects(self) -> bool:
-        """Whether some series has gathered a large part of the evidence for an alarm."""
+        """Whether any series has a large part of the evidence for an alarm that it is slow."""
         return bool(self._sums[0].max(initial=0.0) > self._threshold / (MIN_VALUES_PER_ALARM + 0.5))
 
     @property
     def wandering(self) -> float:
-        """Variance of healthy series around their beginnings, log units."""
+        """Variance of healthy series around their first levels, log units squared."""
         return self._drift.pooled
 
     @property
     def cooldowns(self) -> dict[int, Cooldown]:
-        """Return the cooldown of each series that is in one, including series whose levels are still being learnt.
+        """The cooldowns of all series in cooldown, also while levels are being learnt.
 
-        A series is in cooldown after it was measured to be healthy although it looks slower than its peers.
+        A series is in cooldown after it looked slow and was measured to be healthy.
         """
         return self._kept_cooldowns | {
             series: Cooldown(shift=float(self._base[series]) - before, until=until, patience=self._patience[series])
@@ -166,11 +164,11 @@ class PeerTest:
 
     @property
     def noise(self) -> Floats:
-        """(n,): standard deviation of each series around its level, as the tests use it."""
+        """(n,): standard deviation of each series around its level that the tests assume."""
         return self._noise.sigma
 
     def levels(self, *, healthy: bool) -> Floats:
-        """Return (n,): present levels of the values, or the healthy ones."""
+        """Return (n,): the healthy levels, or the present ones."""
         return (self._base if healthy else self._level).copy()
 
     def shift(self, series: int) -> float:
@@ -178,15 +176,16 @@ class PeerTest:
         return float(self._level[series] - self._base[series])
 
     def mean_since(self, onset: int) -> Floats:
-        """Return (n,): medians of the series since iteration `onset`, relative to healthy levels; NaN if unknown."""
+        """Return (n,): the median of each series from iteration `onset` on, minus its healthy level; NaN if unknown."""
         return np.asarray(self._window.medians(onset) - self._base)
 
     def moved(self, series: int, onset: int) -> float:
-        """Return by how much `series` changed at iteration `onset`, within the window; NaN if unknown."""
+        """Return the change of `series` at iteration `onset`, from the kept iterations; NaN if unknown."""
         return self._window.moved(series, onset)
 
     def standing(self, series: int) -> SeriesStanding:
-        """Return the standing of `series`; linear in the number of series only on the first call after an update."""
+        """Return the state of `series`. Only the first call after an update takes time linear in the number of
+        series."""
         if self._recent is None:
             self._recent = self._window.medians(self._window.back(RECENT_VALUES))
         until, before = self._cooldowns.get(series, (None, float(self._base[series])))
@@ -201,7 +200,7 @@ class PeerTest:
         )
 
     def scores(self) -> tuple[Floats, Floats]:
-        """Return (n,) each: level and evidence of every series, as in `standing`."""
+        """Return `level` and `evidence` of all series, as in `standing`, (n,) both."""
         if self._recent is None:
             self._recent = self._window.medians(self._window.back(RECENT_VALUES))
         before = self._base.copy()
@@ -211,23 +210,28 @@ class PeerTest:
         return levels, np.asarray(self._sums[0].max(axis=0) / self._threshold)
 
     def is_slow(self, series: int) -> bool:
-        """Whether `series` was found slow and has not recovered."""
+        """Return whether `series` was found slow and has not recovered."""
         return bool(self._slow[series])
 
     def explain(self, series: int, shift: float) -> None:
-        """Attribute a shift to another cause: `series` is at `shift` from its healthy level, but not slow itself."""
+        """Attribute the shift of `series` to another cause: its level is `shift` above the healthy level, but it is not
+        slow."""
         self._mark(series, False)
         self._set(series, self._base[series] + shift)
         self._explained[series] = True
 
     def accept(self, series: int, shift: float, *, slow: bool) -> None:
-        """Apply a measurement: `series` is at `shift` from its healthy level, and slow or not."""
+        """Apply an outside judgement of `series`: its level is `shift` above the healthy level, and it is slow or
+        not."""
         self._set(series, self._base[series] + shift)
         self._mark(series, slow)
         self._reported_shift[series] = shift
 
     def clear(self, series: int, index: int) -> None:
-        """Clear a wrong suspicion: the present level of `series` counts as healthy, for a while."""
+        """Begin a cooldown of `series` at `index`: its present level counts as healthy for `patience` iterations.
+
+        Call after a measurement has found the series healthy.
+        """
         shift = max(self.shift(series), 0.0)
         self._mark(series, False)
         before = self._patience.get(series)
@@ -246,10 +250,11 @@ class PeerTest:
         self._set(series, self._base[series])
 
     def update(self, index: int, values: npt.ArrayLike, widths: Floats | None = None) -> list[Shift]:
-        """Take one iteration's log ratios (n,); NaN and impossible ones are missing. Indices increase.
+        """Test the values of an iteration and return the shifts.
 
-        `widths` (n,): standard deviations of the values relative to each other, if they are based on different numbers
-        of measurements. An iteration without a quorum is skipped.
+        `index`: number of the iteration, increasing. `values` (n,): log ratios; NaN and impossible values are missing.
+        `widths` (n,): relative standard deviations of the values, if they are means of different numbers of
+        measurements. An iteration without a quorum of values is skipped.
         """
         value = np.array(values, dtype=np.float64)
         value[~(np.abs(value) < MAX_LOG_RATIO)] = np.nan
@@ -273,7 +278,10 @@ class PeerTest:
         return list(shifts.values())
 
     def _learn(self, index: int, rows: Floats, widths: list[Floats | None]) -> None:
-        """Learn first levels and scales from values (iterations, n): own medians, within bounds around peers."""
+        """Learn the first levels and scales from values (iterations, n).
+
+        The level of a series is its median, within bounds around the level of its peers.
+        """
         expected = self._level.copy()
         rows = rows - expected
         for _ in range(2):  # the second pass has levels that make the common part more precise
@@ -303,14 +311,14 @@ class PeerTest:
         self._refresh()
 
     def _widen_bounds(self, offset: Floats) -> None:
-        """Widen the bounds if devices in general differ by more than usual: then they are healthy in spite of that."""
+        """Widen the bounds around peers if healthy series in general differ by more than `spread`."""
         compared = np.isfinite(self._spread)
         if np.count_nonzero(compared) >= MIN_CALM_SERIES:
             apart = variance(offset[compared], np.zeros(1))
             self._spread[compared] = np.maximum(self._spread[compared], MAX_PEER_SIGMAS * np.sqrt(apart))
 
     def _keep_cooldowns(self, offset: Floats, index: int) -> None:
-        """Keep earlier cooldowns of series that still show the cleared shift; `offset` (n,): from their peers."""
+        """Apply earlier cooldowns to series that still have the cleared shift. `offset` (n,): deviations from peers."""
         for series, cooldown in self._kept_cooldowns.items():
             if index < cooldown.until and offset[series] > max(cooldown.shift / 2, self._least):
                 more = min(cooldown.shift, float(offset[series]))
@@ -367,7 +375,7 @@ class PeerTest:
         return shifts
 
     def _take_first_values(self, value: Floats, away: Floats, present: Bools) -> None:
-        """Take the first value of a series without known level and without peers as its healthy level."""
+        """Set the healthy level of each series without peers and without a known level to its first value."""
         new = present & (self._counts == 0) & np.isinf(self._spread)
         if new.any():
             shift = self._level - self._base
@@ -378,7 +386,7 @@ class PeerTest:
         self._has_unlearnt = bool(((self._counts == 0) & np.isinf(self._spread)).any())
 
     def _width(self, widths: Floats | None, present: Bools, count: int) -> Floats | float:
-        """Return the relative standard deviations of values minus the common part of `count` of them."""
+        """Return the relative standard deviations of values minus their common part, which is a median of `count`."""
         own = max(1.0 - 2.0 / count, 0.0)  # because each value contributes to the common part
         if widths is None:
             return float(np.sqrt(own + MEDIAN_VARIANCE / count))
@@ -386,7 +394,7 @@ class PeerTest:
         return np.asarray(np.sqrt(own * squares + MEDIAN_VARIANCE * float(squares[present].mean()) / count))
 
     def _adapt(self, away: Floats, present: Bools, evidence: Floats) -> None:
-        """Let levels follow slowly where nothing is suspected."""
+        """Let the levels of series without much evidence of a shift follow their values slowly."""
         calm = present & (evidence < 3.0)
         if not calm.any():
             return
@@ -404,7 +412,7 @@ class PeerTest:
         self._since += calm
 
     def _wander(self) -> None:
-        """Measure how far healthy series wander, each on its own over time; such wandering is not a shift."""
+        """Update the estimate of how far healthy series wander, and with it the smallest reported shifts."""
         late, counts = self._window.means(REVIEW_EVERY)
         calm = ~self._slow & ~self._explained & (counts > REVIEW_EVERY // 4)
         learnt = max(1.0 - 2 * REVIEW_EVERY / self._rows, 0.0)  # base and values share part of their data
@@ -414,7 +422,7 @@ class PeerTest:
         self._floor = np.maximum(self._drift.least * ahead, self._least)
 
     def _refresh(self) -> None:
-        """Compute the tests' constants from the present noise."""
+        """Compute the constants of the tests from the present noise."""
         self._stale = False
         self._sigma = self._noise.sigma
         self._ambiguous = 4 * float(np.median(self._sigma)) if self.size else 0.0
@@ -448,7 +456,10 @@ class PeerTest:
         return shifts
 
     def _most_moved(self, over: list[int], index: int, onset: int, moved: float) -> list[Shift]:
-        """Move all series but `over` by `moved`: they are slower now, or were while levels were learnt."""
+        """Shift the levels of all series except `over` by `moved`, and return the shifts of those that became slow.
+
+        If `moved` is negative, these series were slow while levels were learnt.
+        """
         rest = np.ones(self.size, dtype=bool)
         rest[over] = False
         before = self._level - self._base
@@ -467,7 +478,7 @@ class PeerTest:
     def _slower(
         self, series: int, onset: int, index: int, before: float, after: float, alarm: Alarm | None = None
     ) -> Shift:
-        """Mark `series` as slow, with the confidence of a level."""
+        """Mark `series` as slow and return its shift, with `CREEP_CONFIDENCE`."""
         self._mark(series, True)
         self._reported_shift[series] = after
         return Shift(
@@ -482,7 +493,10 @@ class PeerTest:
         )
 
     def _interpret(self, series: int, index: int, onset: int, level: float, alarm: Alarm) -> Shift | None:
-        """Interpret an alarm, given the state of the series. Its level is the new one from now on."""
+        """Return the shift of an alarm, given the state of the series; None if it is not to be reported.
+
+        `level`: the new level of the series.
+        """
         centre = float(self._centre[series])
         if self._counts[series] < SETTLED_ITERATIONS and level > self._base[series] > centre + self._spread[series] / 2:
             self._base[series] = centre  # a base at its bounds was clipped there, not learnt
@@ -520,13 +534,14 @@ class PeerTest:
         )
 
     def _is_worth_reporting(self, series: int, after: float, confidence: float) -> bool:
-        """Whether a further shift of a slow series is worth reporting."""
+        """Return whether a further shift of a slow series is reported."""
         more = after - float(self._reported_shift[series])
         worse = max(MIN_FURTHER_SHIFT, float(self._floor[series]))
         return (more >= worse and confidence > 0.9) or abs(more) >= max(0.1, self._least)
 
     def _drifted(self, index: int) -> list[Shift]:
-        """Return series whose level drifted away from the healthy one without a step that a CUSUM saw."""
+        """Return the shifts of series with levels that drifted away from the healthy level without an alarm of a
+        CUSUM."""
         away = self._level - self._base
         least = np.where(self._slow, self._reported_shift + np.maximum(MIN_FURTHER_SHIFT, self._floor), self._floor)
         certain = 4 * self._sigma / np.sqrt(np.clip(self._since, 1, SETTLED_ITERATIONS))
@@ -541,7 +556,7 @@ class PeerTest:
         return shifts
 
     def _end_cooldowns(self, index: int) -> None:
-        """End expired cooldowns: the healthy level is again the one before them."""
+        """End expired cooldowns: the healthy level is again that before the cooldown."""
         for series, (until, base) in list(self._cooldowns.items()):
             if index >= until:
                 del self._cooldowns[series]

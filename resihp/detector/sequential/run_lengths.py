@@ -1,8 +1,9 @@
-"""Bayesian online change points: how long the present regime of one series has lasted. Pure, no clock.
+"""Bayesian online change points: the number of values since the last change of a series. Pure, no clock.
 
-Adams & MacKay, "Bayesian Online Changepoint Detection" (2007), exactly: Student's t predictive with a conjugate prior
-over mean and precision, a constant hazard, run lengths up to MAX_RUN_LENGTH. Other published detectors build on it;
-`changes` serves our own channels better. Called by `resihp.detector.rivals` and by benchmarks that compare.
+Implements Adams & MacKay, "Bayesian Online Changepoint Detection" (2007), exactly: a Student's t predictive density
+with a conjugate prior over mean and precision, a constant hazard, and run lengths up to MAX_RUN_LENGTH. Other published
+detectors use it; resihp's own channels use `changes`, which serves them better. Called by `resihp.detector.rivals` and
+by benchmarks.
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ from resihp.detector.sequential.noise import Floats
 CHANGE_HAZARD = 1 / 250
 """Prior probability of a change at each value."""
 MAX_RUN_LENGTH = 200
-"""Longest run length that is distinguished: a longer one counts as this one."""
+"""Longest run length that is distinguished; longer ones count as this one."""
 SCALE_VALUES = 10
-"""Number of first values that scale the prior; no change is searched for in them."""
+"""Number of first values that scale the prior; changes among them are not searched."""
 MIN_SCALE = 1e-4
 """Lower bound of the scale, relative to the mean, for values that hardly differ."""
 
 _PRIOR = (np.zeros(1), np.full(1, 0.1), np.full(1, 1.0), np.full(1, 1.0))
-"""Mean, its weight in values, shape and rate of the precision: prior of a run without values."""
+"""Prior of a run without values: mean, its weight in values, shape and rate of the precision."""
 
 
 class RunLengths:
-    """Distribution of the number of values since the last change."""
+    """Probability distribution of the number of values since the last change of a series."""
 
     def __init__(self) -> None:
         self._first: list[float] = []
         self._middle, self._scale = 0.0, 1.0
         self._state = (np.zeros(1), *_PRIOR)
-        """Log probability of each run length, and the posterior of mean and precision in that case."""
+        """Log probability of each run length, and for each the posterior parameters of mean and precision."""
         self._before = self._state
 
     @property
     def ready(self) -> bool:
-        """False while the scale of values is learnt."""
+        """Whether the scale of the values is learnt."""
         return len(self._first) == SCALE_VALUES
 
     @property
@@ -49,12 +50,12 @@ class RunLengths:
 
     @property
     def lasting(self) -> bool:
-        """Whether the present regime is longer than the distinguished run lengths."""
+        """Whether the number of values since the last change is at least `MAX_RUN_LENGTH`."""
         return self.longest >= MAX_RUN_LENGTH
 
     @property
     def confidence(self) -> float:
-        """Probability, in (0, 1), that the last change is no longer ago than the most probable one."""
+        """Probability, in (0, 1), that at most `longest` values came since the last change."""
         return min(max(float(np.exp(self._state[0][: self.longest + 1]).sum()), 1e-3), 0.999)
 
     def update(self, value: float) -> int:
@@ -71,7 +72,7 @@ class RunLengths:
         return self.longest
 
     def drop(self) -> None:
-        """Forget the last value, as if it had never come; not possible for one of the first."""
+        """Undo the last `update`. Not possible for the first `SCALE_VALUES` values."""
         self._state = self._before
 
     def _take(self, x: float) -> None:
@@ -95,7 +96,7 @@ class RunLengths:
 
 
 def _log_density(x: float, mean: Floats, kappa: Floats, alpha: Floats, beta: Floats) -> Floats:
-    """Return the log density of Student's t, with the uncertainty of mean and precision integrated out."""
+    """Return the log predictive density of `x`, a Student's t, for given posterior parameters of mean and precision."""
     spread = beta * (kappa + 1) / (alpha * kappa)
     return np.asarray(
         gammaln(alpha + 0.5)

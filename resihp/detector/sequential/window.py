@@ -1,6 +1,6 @@
-"""The last iterations of many series, to find where a shift began, how large it is, and in which series. No clock.
+"""Keeps the last iterations of many series, to find the onset and the size of a shift, and the series that shifted.
 
-Used by `resihp.detector.sequential.peer_cusum`, once its tests have raised an alarm.
+Used by `resihp.detector.sequential.peer_cusum` after its tests have raised an alarm; tests nothing itself. No clock.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from resihp.detector.sequential.noise import Bools, Floats
 WINDOW_ITERATIONS = 64
 """Number of iterations that are kept."""
 MIN_ITERATIONS = 10
-"""Iterations before an alarm that are needed to know the usual variation of the common part."""
+"""Number of iterations before an alarm from which the usual variation of the common part can be estimated."""
 
 
 class Window:
-    """Values of `n` series minus their common part, and the common part, iteration by iteration."""
+    """The last iterations of `n` series: their values without the common part, and the common part."""
 
     def __init__(self, n: int) -> None:
         self._values = np.full((WINDOW_ITERATIONS, n), np.nan)
@@ -32,25 +32,25 @@ class Window:
 
     @property
     def first(self) -> int:
-        """The earliest iteration that is kept."""
+        """The earliest kept iteration."""
         return int(self._indices[self._filled].min(initial=np.iinfo(np.int64).max))
 
     def back(self, count: int) -> int:
-        """Return the first of the last `count` iterations; the earliest that is kept, if there are fewer."""
+        """Return the first of the last `count` iterations, or the earliest kept iteration if there are fewer."""
         indices = np.sort(self._indices[self._filled])
         return int(indices[-count:].min(initial=np.iinfo(np.int64).max))
 
     def count(self, onset: int) -> int:
-        """Return the number of iterations since `onset`, which is not negative."""
+        """Return the number of kept iterations from `onset` on."""
         return int(np.count_nonzero(self._filled & (self._indices >= onset)))
 
     def medians(self, onset: int) -> Floats:
-        """Return (n,): the median of each series since iteration `onset`; NaN without values."""
+        """Return (n,): the median of each series from iteration `onset` on; NaN for a series without values."""
         rows = self._values[self._filled & (self._indices >= onset)]
         return medians(rows) if rows.size else np.full(self._values.shape[1], np.nan)
 
     def moved(self, series: int, onset: int) -> float:
-        """Return the change of `series` from its last iterations before `onset` to those since; NaN if unknown."""
+        """Return the change of `series` at iteration `onset`: median after minus median before; NaN if unknown."""
         finite = self._filled & np.isfinite(self._values[:, series])
         order = np.argsort(self._indices, kind="stable")
         earlier, later = (
@@ -60,17 +60,20 @@ class Window:
         return float(np.median(since) - np.median(before)) if before.size and since.size else float("nan")
 
     def means(self, count: int) -> tuple[Floats, Floats]:
-        """Return (n,) each: means of the last `count` iterations, NaN without values, and the number of values."""
+        """Return, for each series, the mean of its last `count` iterations, and the number of values in it, (n,) both.
+
+        The mean is NaN without values.
+        """
         rows = self._values[(self._row - 1 - np.arange(count)) % WINDOW_ITERATIONS]
         counts = np.isfinite(rows).sum(axis=0)
         with np.errstate(invalid="ignore"):
             return np.nansum(rows, axis=0) / counts, counts.astype(np.float64)
 
     def locate(self, series: int, level: float, sign: float, hint: int) -> tuple[int, float]:
-        """Return the most probable onset of `series` being above `level` (sign 1) or below it (-1), and its level
-        since.
+        """Return the most probable onset of a shift of `series` away from `level`, and the level since then.
 
-        `hint`: an iteration near the onset. At least the last two values count.
+        `sign`: 1 for a shift upward, -1 for one downward. `hint`: an iteration near the onset. The shift has at least
+        the last two values.
         """
         order = np.argsort(self._indices, kind="stable")
         order = order[self._filled[order] & np.isfinite(self._values[order, series])]
@@ -83,9 +86,10 @@ class Window:
         return int(indices[start]), float(np.median(values[start:]))
 
     def others_moved(self, onset: int, changes: Sequence[float]) -> float:
-        """Return the movement of most series if it was they that moved, not the ones with `changes`; else 0.
+        """Return the shift of the other series if they shifted at `onset`, and not the series with `changes`; else 0.
 
-        The common part decides: it moved in the opposite direction by as much, and by more than it usually varies.
+        The other series shifted if the common part moved in the direction opposite to `changes`, by about as much, and
+        by more than it usually varies.
         """
         if min(changes) < 0 < max(changes):
             return 0.0
@@ -105,8 +109,10 @@ class Window:
 
 
 def low_median(values: Floats, apart: float = 0.0) -> float:
-    """Return the median; the lower of the two middle values if they differ by more than `apart`, because things get
-    slower, not faster."""
+    """Return the median. Of an even number of values, the lower middle one if both differ by more than `apart`.
+
+    The lower one is preferred because failures make values larger, never smaller.
+    """
     middle = (values.size - 1) // 2
     if values.size % 2:
         return float(np.partition(values, middle)[middle])
@@ -115,7 +121,7 @@ def low_median(values: Floats, apart: float = 0.0) -> float:
 
 
 def medians(rows: Floats) -> Floats:
-    """Return the median of each column without its NaN; NaN for a column without values. Warns of nothing."""
+    """Return the median of each column, without NaN; NaN for a column without values. Unlike numpy, warn of nothing."""
     ordered = np.sort(rows, axis=0)
     counts = np.isfinite(ordered).sum(axis=0)
     columns = np.arange(rows.shape[1])

@@ -52,8 +52,7 @@ ROWS_AT_ONCE = 20_000
 @dataclass(frozen=True)
 class Merged:
     """Result of the import of one job. `outcome`: `new`, `brought forward` (an older copy was present), or `unchanged`.
-    `rows`: number of imported rows; for a journal, of imported records. `job` and `uuid` are empty for new maintenance
-    records."""
+    `rows`: number of imported rows, or records of a journal. `job` and `uuid`: empty for maintenance records."""
 
     job: str
     uuid: str
@@ -153,8 +152,7 @@ def import_from(path: str, url: str) -> list[Merged]:
     """Merge the jobs of the source at `path` into the ledger at `url`, which is created if missing.
 
     `path`: a folder that `export` wrote, a journal, a job's folder, a SQLite ledger, or the URL of a ledger. Raises
-    LedgerError or UsageError if the source or the ledger cannot be used; the job that was being imported is then
-    unchanged.
+    LedgerError or UsageError if one of them cannot be used; the job that was being imported is then unchanged.
     """
     if "://" in path:
         with _open_for_reading(path) as connection:
@@ -293,8 +291,7 @@ def _journal_seq(url: str, uuid: str) -> int | None:
 
 
 def merge(source: Source, url: str) -> list[Merged]:
-    """Merge all jobs and maintenance records of `source` into the ledger at `url`, which is created if missing. Raises
-    LedgerError."""
+    """Merge all jobs and maintenance records of `source` into the ledger at `url`, created if missing."""
     parsed = resolve(url)
     jobs, repairs = source.jobs(), source.maintenance()
     maintenance.check(repairs)

@@ -39,8 +39,7 @@ SERVER_BATCH_S = (2.0, 5.0)
 """Seconds between two batches of a job to a server; each batch opens a connection. Drawn at random, because hundreds of
 jobs that start at once would otherwise keep writing at the same moments. `flush` and `close` do not wait for it."""
 MAX_CONNECTED_SHARE = 0.04
-"""Largest share of its time for which a job is connected to a server, so that a server slowed down by hundreds of
-writers is used less."""
+"""Largest share of its time for which a job is connected to a server, which may have hundreds of writers."""
 MAX_GATHER_S = 30.0
 TELEMETRY_ROWS = 50_000
 RECORDS_IN_MEMORY = 20_000
@@ -50,8 +49,7 @@ _log = logging.getLogger("resihp.ledger")
 
 
 class Ledger:
-    """The open ledger of one job, with its writer's thread. `submit`, `telemetry` and `close` may be called from any
-    thread."""
+    """The open ledger of one job, with its writer's thread. Any thread may call `submit`, `telemetry`, `close`."""
 
     def __init__(
         self,
@@ -86,8 +84,7 @@ class Ledger:
         self._deadline = float("inf")
         self._failing = False
         self._hopeless = False
-        """Whether the database rejects the waiting records themselves, so that waiting for them to be written is
-        useless."""
+        """Whether the database rejects the waiting records themselves, so that waiting for them is useless."""
         # A daemon, since a hung file system must not keep the process from ending; it reports records that it could not
         # write.
         self._thread = threading.Thread(target=self._write_until_closed, name="ledger", daemon=True)
@@ -161,8 +158,7 @@ class Ledger:
         self._wake_writer()
 
     def scores(self, iteration: int, scores: Iterable[tuple[int, float | None, float]]) -> None:
-        """Queue the detector's scores of ranks after an iteration: tuples of rank, level, evidence. Scores are
-        telemetry, too."""
+        """Queue the detector's scores of ranks after an iteration, as telemetry: (rank, level, evidence)."""
         self._telemetry.put_scores(iteration, scores)
         self._wake_writer()
 
@@ -187,8 +183,7 @@ class Ledger:
         self._wake.set()
 
     def _last_written_of(self, first: journal.Record) -> int:
-        """Return the number of a job's last record in the ledger; 0 if it cannot be read. `first`: the first record of
-        the job's journal."""
+        """Return the number of a job's last record in the ledger; 0 if unreadable. `first`: its first record."""
         try:
             with Session(self._engine) as session:
                 return last_written_seq(session, first)
@@ -228,8 +223,7 @@ class Ledger:
             return self._records.applied
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until everything that was queued so far is written; return False if this takes longer than
-        `timeout_s`."""
+        """Wait until all that was queued is written; return False if this takes longer than `timeout_s`."""
         self._hurry.set()
         self._wake.set()
         with self._lock:
@@ -345,8 +339,7 @@ class Ledger:
             )
 
     def _write_batch(self) -> bool:
-        """Write one batch; return True if more may be queued. Raises the database's errors; the queues then keep
-        everything."""
+        """Write one batch; return True if more may be queued. After an error of the database, the queues keep all."""
         with self._lock:
             first = self._records.first
         self._telemetry.condense(first)

@@ -1,5 +1,4 @@
-"""An open ledger, for reading: rows of its tables, of one job or all jobs, and a job's figures. Never changes the
-ledger.
+"""An open ledger, for reading: rows of its tables, of one job or all jobs, and a job's figures. Changes nothing.
 
 `Reader.open(url)` checks that there is a ledger of a known schema. Rows are plain dictionaries, with JSON columns
 decoded and times in UTC. `db.reading.queries` returns the same rows as pandas frames; `db.reading.fleet` computes
@@ -69,13 +68,11 @@ class Reader:
         self._lasts = connection.dialect.name == "sqlite"
         self.name = name
         self.other_clusters: Collection[str] = ()
-        """Clusters of other ledgers that are read together with this one; nodes are named as if all were in one
-        ledger."""
+        """Clusters of other ledgers read with this one; nodes are named as if all were in one ledger."""
 
     @classmethod
     def within(cls, connection: Connection) -> Reader:
-        """Return a reader that works within a writer's transaction; the reader neither ends the transaction nor closes
-        the connection."""
+        """Return a reader that works within a writer's transaction, and neither ends nor closes it."""
         return cls(connection, masked(connection.engine.url), borrowed=True)
 
     @classmethod
@@ -217,8 +214,7 @@ class Reader:
         return naming.is_asked(self.clusters() if "/" in wanted else (), wanted, node, job)
 
     def fetch(self, query: Select[Any]) -> list[Row]:
-        """Return all rows of one query, in a transaction that ends with the query, because a reader must not delay the
-        writer."""
+        """Return all rows of one query. Its transaction ends with it, since a reader must not delay the writer."""
         if self._borrowed:
             return self._dicts(query)
         try:

@@ -29,8 +29,7 @@ MIN_PEERS = 2
 MIN_FORMER_JOBS = 3
 """Number of former jobs after which a node's usual speed counts as known."""
 MAX_FORMER_JOBS = 9
-"""Number of latest former jobs that count. It is small, so that a few jobs after a driver update the new speed is the
-usual one."""
+"""Number of latest former jobs that count: few, so that the speed after a driver update soon is the usual one."""
 
 DOUBT_SHARE = 0.9
 """A device below this share of its peers' speed is in doubt and is measured again: a probe is short, and other work on
@@ -39,8 +38,7 @@ ALIKE_SHARE = 0.9
 """If the slowest reference device is below this share of the references' median, the references were disturbed, and no
 device is judged against them."""
 RECHECK_LOOKS = (3, 5)
-"""For a device in doubt: number of measurements before it may be found unfit, and number after which it is cleared in
-any case."""
+"""Numbers of measurements of a device in doubt: before it may be found unfit, and after which it is cleared."""
 SHARED_LOOKS = (5, 10)
 """As `RECHECK_LOOKS`, while training goes on and other ranks use the same processors: a measurement is then less
 reliable, and nothing waits for the verdict."""
@@ -81,8 +79,7 @@ class JudgedLink(msgspec.Struct, frozen=True, kw_only=True):
     """Verdict on a suspected link after a probe."""
 
     speed: float | None
-    """Speed relative to reference links or to the past, 1 is equally fast; None if there was nothing to compare it
-    with."""
+    """Speed relative to reference links or to the past, 1 is equally fast; None without a comparison."""
     slow: bool
     evidence: str
     """The measurements behind the verdict, in words."""
@@ -188,8 +185,7 @@ def judge_again(
     other work on a machine only makes a device look slower. While the references differ from each other, they were
     disturbed and no verdict is possible; after the last measurement the device is then cleared, unless it is far below
     the slowest reference. `shared`: other ranks use the same processors, so that many measurements are needed.
-    `within`: number of measurements before a device may be found unfit, and number after which it is judged in any
-    case.
+    `within`: numbers of measurements before a device may be found unfit, and after which it is judged anyway.
     """
     peers = _median(witnesses)
     against_all = _against(own, peers, "of its peers")

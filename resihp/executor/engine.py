@@ -107,16 +107,14 @@ class Engine:
         )
         self._held_out = None if evaluation is None else Batches(evaluation.dataset, sequence, self._batches)
         self.fingerprint: str = self._fingerprint()
-        """Digest of the settings of model and optimizer, the first iteration of the data set, library versions and back
-        end."""
+        """Digest of settings of model and optimizer, the data's first iteration, library versions and back end."""
         self.speed: Speed = full_speed
         """Returns the relative speed of this device under an injected fault."""
         self.pace: Pace | None = pace
         self.wires: Wires | None = None
         """Emulated links between nodes; None if none are emulated."""
         self._measured: tuple[Stopwatch, Floats] = Stopwatch(), np.zeros((2, 0))
-        """Stopwatch and workload of the last `run`. They are read only on demand, when the following step has been
-        started."""
+        """Stopwatch and workload of the last `run`, read only on demand, once the following step has started."""
         self.rank = -1
         self.plan: Plan | None = None
         """The last plan that was adopted; in effect after `begin`. None before the first."""

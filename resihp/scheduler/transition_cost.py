@@ -171,12 +171,10 @@ def verdict(
 ) -> Verdict:
     """Decide whether to change from a plan with iterations of `now_s` to a plan with iterations of `then_s`.
 
-    `now_s` and `then_s` are in one unit, whatever it is; all other times are in seconds. An infinite `now_s` (nothing
-    runs) is worth any cost.
-
-    `remaining_s`: time until the end of the job at the present pace; None if unknown. `duration_s`: how much longer the
-    present state is expected to last; `math.inf` if it does not pass by itself (a lost device); None if unknown (a
-    device that is slow, or has just recovered). If it is None, the change waits until the loss over `elapsed_s`, the
+    `now_s` and `then_s` are in one unit, all other times in seconds. An infinite `now_s` (nothing runs) is worth any
+    cost. `remaining_s`: time until the end of the job at the present pace; None if unknown. `duration_s`: how much
+    longer the present state is expected to last; `math.inf` if it does not pass by itself (a lost device); None if
+    unknown (a device that is slow, or has just recovered): then the change waits until the loss over `elapsed_s`, the
     time since the state began, reaches the cost. `changes`: number of `recent` changes for the same device. Raises
     ValueError for invalid times.
     """

@@ -125,7 +125,7 @@ class NodeHolding(NamedTuple):
 
 
 class View(NamedTuple):
-    """A node as Slurm sees it. `reason` is empty if there is none; `reason_uid`: the user who set it, None if
+    """A node as Slurm sees it. `reason` is empty if there is none; `reason_uid`: the author of it, None if
     unknown."""
 
     flags: frozenset[str]
@@ -614,8 +614,8 @@ class SiteHook:
         self._memory.remember(self._jobs)
 
     def _known_users(self) -> set[int]:
-        """Return the users who may make requests: those who hold or held a node, or for whom a node is drained. Queries
-        Slurm once per run."""
+        """Return the users with a right to make requests: they hold or held a node, or a node is drained for them.
+        Queries Slurm once per run."""
         if self._views is None:
             if not self._jobs:
                 self._ask_jobs()

@@ -1,7 +1,6 @@
 """`resihp run`: validate the options, create the job's folder, then hand over to the guardian.
 
-All input is validated here: nothing is started and no folder is created before configuration, layout, faults and
-command have been checked.
+Nothing is started and no folder is created before configuration, layout, faults and command have been checked.
 """
 
 from __future__ import annotations
@@ -70,8 +69,7 @@ class Options:
     local: bool = False
     faults: tuple[str, ...] = ()
     resume: str | None = None
-    """Job to resume, from its newest checkpoint; empty: the newest job of this home that has a checkpoint; None: no
-    --resume."""
+    """Job to resume from its newest checkpoint; empty: the newest job with a checkpoint; None: no --resume."""
     resume_or_start: bool = False
     """Whether to resume from the newest checkpoint of the configured folder if there is one."""
     arguments: tuple[str, ...] = ()
@@ -168,8 +166,7 @@ class Checked:
 
 
 def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
-    """Check everything, then create the job's folder and return the request. Raises ResihpError before a folder is
-    created.
+    """Check everything, then create the job's folder and return the request. Raises ResihpError before that.
 
     `slurm`: the client to use in an allocation; default: the Slurm commands on PATH.
     """
@@ -295,8 +292,7 @@ def _slurm() -> Slurm:
 
 
 def _checkpoint_folder(options: Options, configuration: Configuration, given: Allocation | None) -> Path | None:
-    """Return the configured folder for checkpoints; None if none is configured. Each task of a job array gets its own
-    subfolder, unless tasks resume from each other."""
+    """Return the configured folder; each task of an array gets a subfolder, unless tasks resume from each other."""
     if not configuration.checkpoint.folder:
         return None
     folder = Path(configuration.checkpoint.folder).absolute()
@@ -309,8 +305,7 @@ def _checkpoint_folder(options: Options, configuration: Configuration, given: Al
 def _resumption(
     options: Options, configuration: Configuration, given: Allocation | None, saved: Path | None
 ) -> Restart:
-    """Return the checkpoints from which this run resumes: after a restart by Slurm, those of earlier runs; otherwise as
-    the command line requests."""
+    """Return the checkpoints to resume from: after a restart by Slurm those of earlier runs, else as requested."""
     close_home()  # before anything in it is trusted
     restart = Restart(None, 0)
     if given is not None and given.restart_count:

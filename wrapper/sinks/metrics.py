@@ -224,8 +224,7 @@ def label(text: str) -> str:
 
 
 class Metrics:
-    """A listener of the journal (`wrapper.sinks.fanout`) that keeps the metrics of a job. Safe to use from several
-    threads.
+    """A listener of the journal (`wrapper.sinks.fanout`) that keeps the metrics of a job. Thread-safe.
 
     Metrics are served only after `serve`, and written only after `write_to`. `past`: the figures under earlier leaders;
     `records`: the journal records under earlier leaders.
@@ -259,8 +258,7 @@ class Metrics:
             self._textfile.changed.set()
 
     def close(self, deadline: float) -> bool:
-        """Write the last state to the textfile, and stop serving. Returns False if the file could not be written in
-        time."""
+        """Write the last state and stop serving. Returns False if the textfile could not be written in time."""
         written = self._textfile.close(deadline) if self._textfile is not None else True
         if self._server is not None:
             self._server.shutdown()
@@ -433,8 +431,7 @@ class _Textfile:
 
 
 def replace_readable(path: Path, content: bytes) -> None:
-    """Write a file that other users may read (node_exporter runs as another user), completely or not at all. Raises
-    OSError.
+    """Write a file that other users may read, such as node_exporter's, completely or not at all. Raises OSError.
 
     The name of the temporary file does not end with .prom, so that node_exporter ignores it.
     """

@@ -30,15 +30,13 @@ from resihp.scheduler.layouts.labels import assigned
 from resihp.scheduler.situation import Situation
 
 MAX_DEVICES = 8
-"""Maximum number of devices of an exhaustive search. With more, there are too many possibilities for any available
-time."""
+"""Maximum number of devices of an exhaustive search; with more it would take too long."""
 
 BEAM_WIDTH = 4
 """Number of the best pipelines of equal groups around which the hill climb continues."""
 
 MAX_PLAYED_SLOTS = 200_000
-"""Maximum number of turns of stages that are played in total. The layouts that remain are less promising than those
-played."""
+"""Maximum number of turns of stages that are played in total; the most promising layouts come first."""
 
 MAX_EXACT_MICRO_BATCHES = 16
 """Maximum number of micro-batches of a pipeline for which its layers are optimised for the exact number. Beyond it, one
@@ -161,8 +159,7 @@ class _ExhaustiveSearch:
         return tuple(k for k in sorted(powers) if k <= self._s.tp and not self._s.model.tensor_parallel_obstacle(k))
 
     def _share(self, parts: Sequence[tuple[Kind, ...]], below: float) -> tuple[float, tuple[int, ...]] | None:
-        """Return the time of an iteration and the micro-batches of each pipeline; None if the time is not less than
-        `below`."""
+        """Return the time of an iteration and each pipeline's micro-batches; None if it is not less than `below`."""
         if sum(below // self._bottleneck(kinds) for kinds in parts) < self._s.micro_batches:
             return None
         guess = shares.lines_split(self._s.micro_batches, [self._line(kinds) for kinds in parts])
@@ -352,8 +349,7 @@ class _ExhaustiveSearch:
 
 
 def _runs(speeds: Sequence[float], degrees: Sequence[int]) -> Iterator[tuple[Kind, ...]]:
-    """Yield the ways to cut devices, sorted by speed with the fastest first, into groups; devices at the end may be
-    left out."""
+    """Yield the ways to cut devices, the fastest first, into groups; devices at the end may be left out."""
     yield ()
     for k in degrees:
         if k <= len(speeds):
@@ -372,8 +368,7 @@ def _named_runs(
 
 
 def _parts(kinds: tuple[Kind, ...], most: int, pipelines: int) -> Iterator[tuple[tuple[Kind, ...], ...]]:
-    """Yield the ways to distribute groups over at most `pipelines` pipelines of at most `most` stages; some ways occur
-    twice."""
+    """Yield ways to distribute groups over at most `pipelines` pipelines of at most `most` stages, some twice."""
 
     def extend(i: int, parts: list[tuple[Kind, ...]]) -> Iterator[tuple[tuple[Kind, ...], ...]]:
         if i == len(kinds):

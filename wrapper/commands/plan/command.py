@@ -149,8 +149,7 @@ def plan(options: PlanOptions) -> None:
 def _show_losses(
     options: PlanOptions, query: Question, base: Plan, model: str, hardware: str, situation: Situation
 ) -> None:
-    """Print the single losses that would hurt most: under the plan in effect or, with options such as --fail, under the
-    new plan."""
+    """Print the single losses that would hurt most under the plan in effect, or with --fail, under the new plan."""
     from rich.console import Console
 
     from resihp.scheduler.what_if import losses
@@ -186,8 +185,7 @@ def _search_command(options: PlanOptions) -> str:
 
 
 def _question(options: PlanOptions) -> tuple[Question, Plan, str, str]:
-    """Return the question, the plan before the failures, and the names of model and hardware. Raises UsageError,
-    PlanError."""
+    """Return the question, the plan before failures, and names of model and hardware. Raises UsageError, PlanError."""
     import msgspec
 
     from resihp.scheduler.what_if import catalogue, option_texts, question
@@ -335,8 +333,7 @@ def _show(
 
 
 def sentences(outcome: WhatIfAnswer, planning_s: float, first: bool = False, again: str = "") -> list[str]:
-    """Return sentences on transfers, cost and payback, on alternatives, and on the reason. For a `first` layout, there
-    are none on transfers, cost and payback.
+    """Return sentences on transfers, cost and payback (not of a `first` layout), on alternatives, and on the reason.
 
     `again`: the command that searches for a better plan on all devices; empty if nothing has failed.
     """

@@ -82,8 +82,7 @@ class AgentLinks:
         self._node_of: dict[int, str] = {}
         self._rendezvous = Exchange(self.post)
         self._herd_until = float("-inf")
-        """Time until which all agents may disconnect and reconnect without being lost, because the supervisor was
-        stopped."""
+        """Time until which agents may reconnect without being lost, because the supervisor was stopped."""
         self._returned_at = 0.0
         """Time at which an agent last reconnected after its connection had broken."""
         self._unreadable: set[int] = set()
@@ -190,14 +189,12 @@ class AgentLinks:
                     await link.closed.wait()
 
     async def all_ended(self) -> None:
-        """Wait until every agent that ever connected has exited or was dropped. Agents of lost nodes count as
-        exited."""
+        """Wait until all agents that ever connected have exited, were dropped, or are on lost nodes."""
         while any(link.pid and not link.dropped and not link.ended for link in self._links.values()):
             await asyncio.sleep(LOOK_EVERY_S)
 
     def acknowledge(self) -> None:
-        """Acknowledge agents' messages where no other message carries the acknowledgement; to be called a few times a
-        second."""
+        """Acknowledge messages that no other message has acknowledged; to be called a few times a second."""
         for link in self._links.values():
             link.conversation.acknowledge()
 
@@ -371,8 +368,7 @@ class AgentLinks:
             self._event(api.AgentLost(node=link.node, reason=f"connection closed for {self._reconnect_s:g} s"))
 
     async def _give_up(self, link: AgentLink) -> None:
-        """Report an agent that does not read its messages as lost. A task of its own, because `post` is called by the
-        controller."""
+        """Report an agent that does not read its messages as lost. A task, since `post` is called by the controller."""
         if link.channel is not None:
             link.channel.abort()
         link.live.clear()

@@ -56,7 +56,7 @@ def schedule_pipeline(
     (stages, primitives) as 3 times the micro-batch plus 0, 1 or 2 for F, B or W. `limits`: maximum number of
     micro-batches of each stage between F and B; `caps`: maximum between F and W. A W does not begin if another
     primitive arrives before the share `patience` of it would have passed. In each step, the stage that can begin first
-    begins its next primitive: by then, every input that arrives before that moment has been sent.
+    begins: by then, every input that arrives before that moment has been sent.
     """
     forth, back = np.full((stages, count + 1), np.inf), np.full((stages, count + 1), np.inf)
     done = np.zeros((stages, 3), np.int64)

@@ -62,8 +62,8 @@ class SlowDrift:
     def follow(self, index: int, healthy: SeriesLevel, uncertain: float, evidence: Floats) -> ChangePoint | None:
         """Return a change if the healthy level has drifted away from the first level; else None.
 
-        `uncertain`: squared standard error of the level; `evidence`: evidence for a jump. With much of this evidence, the
-        level is not used as the first level.
+        `uncertain`: squared standard error of the level; `evidence`: evidence for a jump. With much evidence, the level
+        is not used as the first level.
         """
         anchor = self._anchor
         if anchor is None:

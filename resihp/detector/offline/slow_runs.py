@@ -53,11 +53,13 @@ class Slowness(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def noises(values: Floats, peers: Ints) -> Floats:
-    """Return the standard deviation of each column of (steps, series), log units, without its slow-downs.
+    """Return the standard deviation of each series, a column of `values` (steps, series), log units, without
+    slow-downs.
 
-    It is the peers' deviation, or, if larger, the series' own from step to step; increased if consecutive steps are
-    correlated, since sums over them then scatter more (as for an AR(1) process with the correlation of the peers). In
-    traces too short for that, the differences between peers; infinite if too few are known.
+    It is the deviation of the peers, or the series' own deviation from step to step if that is larger. It is increased
+    if consecutive steps are correlated, because sums over steps then scatter more (as for an AR(1) process with the
+    correlation of the peers). In a trace too short for that, it is the deviation between peers; infinite if there are
+    too few values.
     """
     noise = np.empty(values.shape[1])
     jumps = np.array([_jumps(column) for column in values.T])
@@ -75,11 +77,12 @@ def noises(values: Floats, peers: Ints) -> Floats:
 
 
 def runs(values: Floats, noise: float, least: float, *, peered: bool, series: int = 1) -> list[Slowness]:
-    """Return runs of steps in which one of `series` series (steps,) is higher than healthy by `least` or more.
+    """Return the slow-downs of a series `values` (steps,): runs of steps at least `least` above the healthy level.
 
-    Healthy is 0, plus a small permanent offset, for a series with peers; else the lowest level that it has for a
-    quarter of its steps. Steps without a value (NaN) are skipped. A rank that is slow from the first step, so that only
-    peers show it, must be so by twice `least`.
+    `noise`: standard deviation; `series`: number of series that are tested. If the series has peers (`peered`), the
+    healthy level is 0 plus a small permanent offset; else it is the lowest level that the series has for a quarter of
+    its steps. Steps without a value (NaN) are skipped. A rank that is slow from the first step must be slower than its
+    peers by twice `least`.
     """
     steps = np.flatnonzero(np.isfinite(values))
     finite_values = values[steps]
@@ -139,12 +142,12 @@ _Span = tuple[int, int, int | None, int | None]
 
 
 def _turn(gains: Floats) -> int:
-    """Return the most likely place of a change, given each value's evidence for it."""
+    """Return the most likely place of a change, from each value's evidence that it comes after the change."""
     return int(np.argmax(np.cumsum(gains[::-1])[::-1]))
 
 
 def _healthy(values: Floats, spans: list[_Span], unless: float) -> float:
-    """Return the rank's own level while it was not slow, or `unless` if it nearly always was."""
+    """Return the level of a series outside of its slow-downs; `unless` if too few values are outside."""
     healthy = np.ones(values.size, dtype=np.bool_)
     for onset, _, end, _ in spans:
         healthy[onset:end] = False

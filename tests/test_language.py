@@ -29,11 +29,7 @@ LIMITS: Mapping[str, float] = {"docstring": 4.0, "comment": 4.0, "message": 2.0,
 """Relative pronouns per 1,000 words, by kind of text."""
 MIN_WORDS = 500
 """A folder or document with fewer words of a kind is not measured by itself."""
-ABOVE_LIMIT: Mapping[tuple[str, str], int] = {
-    ("docstring", "db/parquet"): 5,
-    ("docstring", "slurm/drains"): 7,
-    ("docstring", "wrapper"): 5,
-}
+ABOVE_LIMIT: Mapping[tuple[str, str], int] = {}
 """(kind, folder or document) of texts above their limit, with the whole number that they may have."""
 ONE_WORD_CONSTANTS: Mapping[str, int] = {
     "CAUSES": 1,

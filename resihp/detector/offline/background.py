@@ -70,8 +70,8 @@ SEARCH_VALUES = 10
 class SeenTimes(msgspec.Struct, frozen=True, eq=False):
     """The values that a sequential test took; all arrays have shape (n,).
 
-    `values`: logs of seconds, minus the part that peers or the workload explain if it is known; `seconds`: the same
-    without logarithm.
+    `values`: logs of seconds, minus the part that peers or the workload explain if it is known; `seconds`: the
+    times themselves.
     """
 
     iterations: npt.NDArray[np.int64]
@@ -215,7 +215,7 @@ class Background:
     def classified(self, parts: Sequence[Stretch], least: float) -> list[Stretch]:
         """Return the parts, each marked slow or healthy by comparison with the healthy parts before it.
 
-        The first part is healthy, because there is nothing to compare it with.
+        The first parts are healthy until there are enough healthy values to compare a part with.
         """
         classified: list[Stretch] = []
         places = np.arange(0)

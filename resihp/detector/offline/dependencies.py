@@ -1,12 +1,12 @@
-"""Derives the dependencies of a trace's operations: which begin together, which follow which, and their own durations.
+"""Derives the dependencies between the operations of a trace, and their durations without waiting. Pure.
 
 Computation follows the order of each rank. A transfer between stages has two ends: the send follows the computation
-that made its data; the receive is launched after the previous computation of its kind and precedes the computation that
-needs it. Gathering parameters precedes the first forward; the tail of a step (gradient reduction, clipping, optimizer)
-follows the last backward. The ends of one transfer, and the participants of one collective, begin together: their own
-duration then counts from the start of the last one. Rules and optypes are those of ByteDance's StragglerAnalysis. Pure;
-`resihp.detector.offline.what_if` simulates with it.
-"""
+that produced its data; the receive is launched after the previous computation of its kind, and precedes the computation
+that needs the data. The gathering of parameters precedes the first forward pass. The tail of a step (gradient
+reduction, clipping, optimizer) follows the last backward pass. Both ends of a transfer, and all participants of a
+collective, begin together; their duration without waiting counts from the start of the last one. The rules and optypes
+are those of ByteDance's StragglerAnalysis. Called by `resihp.detector.offline.what_if`, which simulates steps; judges
+no rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TAIL = (
     "optimizer-clip-main-grad",
     "optimizer",
 )
-"""Operations after the last backward, in this order."""
+"""Optypes of the operations after the last backward pass, in their order."""
 
 _F, _B = OPTYPE_CODES["forward-compute"], OPTYPE_CODES["backward-compute"]
 _GATHER, _SCATTER, _SEPARATE = (
@@ -41,14 +41,14 @@ _TRANSFERS = {  # kind of computation, sends?, in which direction of the model i
     OPTYPE_CODES["backward-recv"]: (_B, False, 1),
 }
 _CLOCK_TOLERANCE_S = 5e-5
-"""Starts and ends this close, in seconds, count as equal."""
+"""Largest difference, in seconds, between a start and an end that count as equal."""
 
 
 def dependencies(trace: Trace) -> tuple[Ints, Floats, Ints]:
-    """Return, for a folded trace of n rows: node (n,), seconds (n,), edges (2, E).
+    """Return the dependencies of a folded trace with n rows, as three arrays.
 
-    Operations with one node begin together; seconds are durations without waiting; an edge leads from an operation to
-    the operation that cannot begin before its end.
+    Node, (n,): operations with the same node begin together. Seconds, (n,): durations without waiting. Edges, (2, E):
+    an operation, and an operation that cannot begin before the end of the first.
     """
     rows = pd.DataFrame(
         {
@@ -84,15 +84,17 @@ def _pairs(sources: npt.ArrayLike, targets: npt.ArrayLike) -> Ints:
 
 
 def _chain(rows: pd.DataFrame) -> Ints:
-    """Return edges from each operation to the next on its lane; rows are ordered by lane."""
+    """Return edges from each operation to the next one of the same lane. `rows` are ordered by lane."""
     op, lane = rows["op"].to_numpy(), rows["lane"].to_numpy()
     same = lane[1:] == lane[:-1]
     return _pairs(op[:-1][same], op[1:][same])
 
 
 def _handed_on(compute: pd.DataFrame) -> Ints:
-    """Return edges between chunks, even if the transfer between them has no rows: F needs the previous chunk's F, B the
-    next chunk's B."""
+    """Return edges between the chunks of a micro-batch, even if the transfer between them has no rows.
+
+    A forward pass needs that of the previous chunk, a backward pass that of the next chunk.
+    """
     keys = ["step", "dp", "kind", "micro_batch", "chunk"]
     source = compute[[*keys, "op"]].copy()
     source["chunk"] += np.where(source["kind"] == _F, 1, -1)
@@ -101,11 +103,11 @@ def _handed_on(compute: pd.DataFrame) -> Ints:
 
 
 def _matched(transfers: pd.DataFrame, compute: pd.DataFrame) -> pd.DataFrame:
-    """Match transfers with the computation that they serve: `compute`, and its `turn` within kind, micro-batch and
-    chunk.
+    """Match each transfer with the computation that it serves; add the columns `compute`, `turn` and `idle`.
 
-    The n-th send follows the n-th computation of its kind, the n-th receive precedes it. Profilers record some
-    transfers that never went out, at either end of a step or where the model begins and ends (`idle`), or omit those.
+    The n-th send follows the n-th computation of its kind, and the n-th receive precedes it. Some profilers record
+    transfers that were never carried out: at both ends of a step, or where the model begins and ends (`idle`). Others
+    omit these.
     """
     last = int(compute["chunk"].max())
     turns = compute.sort_values(["lane", "kind", "sequence"]).copy()
@@ -154,9 +156,10 @@ def _matched(transfers: pd.DataFrame, compute: pd.DataFrame) -> pd.DataFrame:
 
 
 def _around_transfers(transfers: pd.DataFrame, compute: pd.DataFrame) -> Ints:
-    """Return edges from computation to its send, and to a receive: before its computation, after the previous one.
+    """Return the edges of transfers: from a computation to its send, from a receive to its computation, and from the
+    previous computation to the receive.
 
-    The first transfers of gradients are launched with the second-to-last forward of the warm-up.
+    The first transfers of gradients are launched with the second-to-last forward pass of the pipeline's warm-up.
     """
     sends = transfers[transfers["sends"].astype(bool)]
     receives = transfers[~transfers["sends"].astype(bool)]
@@ -185,7 +188,10 @@ def _around_transfers(transfers: pd.DataFrame, compute: pd.DataFrame) -> Ints:
 
 
 def _gathered(rows: pd.DataFrame, compute: pd.DataFrame) -> Ints:
-    """Return edges from gathering to the first forward of a chunk; gathering and scattering share a stream."""
+    """Return edges from the gathering of a chunk's parameters to its first forward pass.
+
+    Gathering and scattering share a stream and follow each other.
+    """
     stream = rows[rows["kind"].isin([_GATHER, _SCATTER])]
     gathers = stream[stream["kind"] == _GATHER].drop_duplicates(["lane", "chunk"], keep="last")
     firsts = compute[compute["kind"] == _F].drop_duplicates(["lane", "chunk"])
@@ -197,8 +203,11 @@ def _gathered(rows: pd.DataFrame, compute: pd.DataFrame) -> Ints:
 
 
 def _finished(rows: pd.DataFrame, compute: pd.DataFrame) -> Ints:
-    """Return edges of the operations after the last computation. If gradients are reduced while backwards go on, each
-    chunk's reduction follows its own last backward, and the rest follows the last reduction."""
+    """Return the edges of the operations after the last computation.
+
+    If gradients are reduced while backward passes continue, the reduction of a chunk follows the chunk's last backward
+    pass, and the remaining operations follow the last reduction.
+    """
     overlapped = bool((rows["kind"] == _SEPARATE).any())
     places = {
         OPTYPE_CODES[name]: i for i, name in enumerate(_TAIL) if not (overlapped and OPTYPE_CODES[name] == _SCATTER)
@@ -222,7 +231,8 @@ def _finished(rows: pd.DataFrame, compute: pd.DataFrame) -> Ints:
 
 
 def _nodes(rows: pd.DataFrame, transfers: pd.DataFrame) -> Ints:
-    """Number the operations so that those which begin together are equal: ends of a transfer, parts of a collective."""
+    """Return (n,): equal numbers for operations that begin together: ends of a transfer, participants of a
+    collective."""
     node = np.arange(len(rows))
 
     def join(some: pd.DataFrame, keys: Iterable[str]) -> None:
@@ -240,8 +250,10 @@ def _nodes(rows: pd.DataFrame, transfers: pd.DataFrame) -> Ints:
 
 
 def _transferred(trace: Trace, node: Ints, transfers: pd.DataFrame) -> Floats:
-    """Return durations without waiting, from the last participant's start. A transfer with only one known end gets the
-    median of its kind."""
+    """Return (n,): durations without waiting, from the start of the last participant.
+
+    A transfer with only one known end gets the median duration of its kind.
+    """
     latest = np.full(trace.size, -np.inf)
     np.maximum.at(latest, node, trace.start)
     waits = np.isin(trace.kind, [*_TRANSFERS, _GATHER, _SCATTER, _SEPARATE, _EMBEDDING, _CLIP]) & trace.known

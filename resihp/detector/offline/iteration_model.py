@@ -20,7 +20,7 @@ HISTORY_ITERATIONS = 300
 
 
 class Point(msgspec.Struct, frozen=True, gc=False):
-    """One iteration: seconds, and its workload if known (tokens, sum of squared lengths)."""
+    """The seconds of one iteration, and its workload if known: tokens, and sum of squared lengths (`squares`)."""
 
     iteration: int
     seconds: float
@@ -29,9 +29,10 @@ class Point(msgspec.Struct, frozen=True, gc=False):
 
 
 class IterationModel:
-    """Seconds of an iteration as c + alpha*N + beta*S (the paper's Eq. 1 over a whole iteration), fitted robustly.
+    """Predicts the seconds of an iteration as c + alpha*N + beta*S, the paper's Eq. 1 for a whole iteration.
 
-    While N and S do not vary, time is assumed proportional to N, because the intercept cannot be determined.
+    The fit is robust. While N and S do not vary, the time is assumed to be proportional to N, because the intercept
+    cannot be determined. `history`: number of latest iterations that are fitted.
     """
 
     def __init__(self, history: int = HISTORY_ITERATIONS) -> None:
@@ -41,24 +42,24 @@ class IterationModel:
         self._range: tuple[Floats, Floats] | None = None
 
     def learn(self, point: Point) -> None:
-        """Take a healthy iteration; refit from time to time."""
+        """Add a healthy iteration, and fit the model again from time to time."""
         self.take(point)
         self._since += 1
         if len(self._observed) >= WARM_UP and (self._coefficients is None or self._since >= REFIT_EVERY):
             self.fit()
 
     def take(self, point: Point) -> None:
-        """Take a healthy iteration without a fit."""
+        """Add a healthy iteration without a new fit."""
         self._observed.append((point.tokens or 0.0, point.squares or 0.0, point.seconds))
 
     def predict(self, point: Point) -> float | None:
-        """Return healthy seconds; None before the first fit."""
+        """Return the healthy seconds of an iteration with the workload of `point`; None before the first fit."""
         if self._coefficients is None:
             return None
         return float(self._coefficients @ [1.0, point.tokens or 0.0, point.squares or 0.0])
 
     def beyond(self, point: Point) -> bool:
-        """Whether the workload is outside of the learnt range by more than a tenth, so that Eq. 1 extrapolates."""
+        """Return whether the workload is outside of the learnt range by more than a tenth."""
         if self._range is None:
             return False
         low, high = self._range

@@ -1,13 +1,13 @@
-"""Finds the slow ranks of a per-operation trace, since and until when, and slowness that is only workload. Pure.
+"""Finds the slow ranks of a per-operation trace, with the steps in which they are slow. Pure.
 
-Series without their workload part (`resihp.detector.offline.peer_slowness`) are tested sequentially
-(`resihp.detector.offline.slow_runs`): a verdict needs persistence over steps. The part of the whole step that its
-computation does not explain (`resihp.detector.offline.what_if`) is tested as well
-(`resihp.detector.sequential.changes`): communication or the host became slower, though no rank computes slowly. A stage
-that takes longer than others on every replica is due to the partitioning, not a failure, and is left to the what-if
-figures.
+For each rank, a series of its slowness without the effect of the workload (`resihp.detector.offline.peer_slowness`) is
+tested sequentially (`resihp.detector.offline.slow_runs`); a slow-down must last for several steps. The part of each
+step's time that computation does not explain (`resihp.detector.offline.what_if`) is tested as well
+(`resihp.detector.sequential.changes`), to find slow communication and slow hosts. Long steps that computation explains,
+although no rank is slow, are reported as workload. A stage that takes longer than others on every replica is no
+failure, but a result of the partitioning; it shows in the what-if figures.
 
-Called by `resihp analyze`. It reads no file and changes nothing.
+Called by `resihp analyze`; reads no file.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from resihp.detector.sequential.changes import ChangeDetector
 from resihp.words import count_of
 
 MIN_SHIFT = 0.05
-"""Smallest lasting shift that is reported, log units: healthy devices of one kind differ by less. Ranks that are slow
-in all steps must exceed their peers by twice that."""
+"""Smallest reported slow-down, log units: healthy devices of one kind differ by less. A rank that is slow in all steps
+must exceed its peers by twice this."""
 MIN_QUICKEST_SHIFT = 0.10
-"""The same if only the quickest micro-batch of a step is compared, which scatters more."""
+"""As `MIN_SHIFT`, if only the quickest micro-batch of each step is compared, because its time scatters more."""
 MIN_EXCESS = 0.10
-"""Excess of a step or rank over the usual time for the raw rule, and for a step to be reported as workload."""
+"""Smallest excess over the usual time at which the raw rule raises an alarm, or a step is reported as workload."""
 RUNNING_MEDIAN_STEPS = 20
 """Number of steps in the running median of the raw rule."""
 SAME_ONSET_STEPS = 3
-"""Tensor-parallel peers that become slow within this many steps of each other have one cause."""
+"""Tensor-parallel peers that become slow within this many steps of each other have the same cause."""
 DISTINCT_RATIO = 1.5
-"""Ratio of its slow-down to the next one's from which on the slowest of them is named."""
+"""Of such peers, the slowest is named if its slow-down is at least this many times the next one's."""
 
 
 class Alarms(msgspec.Struct, frozen=True, kw_only=True):
-    """Alarms of a detector without prediction: by steps, and by ranks in a step."""
+    """Alarms of the raw rule, a detector without prediction (`raw_alarms`)."""
 
     steps: tuple[int, ...]
-    """Labels of the steps that exceed the running median."""
+    """Labels of the steps with a time above the running median."""
     rank_steps: int
-    """Number of times that a rank's computation in a step exceeded its peers' median."""
+    """Number of pairs of a rank and a step in which the rank's computation took longer than its peers' median."""
     ranks: int
-    """Number of ranks that did so at least once."""
+    """Number of ranks in at least one of these pairs."""
 
 
 def analyse(frame: pd.DataFrame) -> Analysis:
-    """Analyse a trace of per-operation rows (columns: `resihp.detector.offline.traces.COLUMNS`).
+    """Return the analysis of a per-operation trace. Required columns: `resihp.detector.offline.traces.COLUMNS`.
 
-    Raises UsageError for a frame that is not such a trace.
+    Raises UsageError for any other frame.
     """
     trace = read(frame)
     cost = what_if(trace)
@@ -89,7 +89,7 @@ def analyse(frame: pd.DataFrame) -> Analysis:
 
 
 def slow_ranks(trace: Trace) -> tuple[Slowness, ...]:
-    """Return the slow-downs of ranks, or of whole replicas, by onset."""
+    """Return the slow-downs of ranks, and of whole replicas, sorted by onset."""
     if len(trace.stages) > 1 and len(trace.dps) > 1:
         whole = _tested(trace, by_replica(trace), MIN_QUICKEST_SHIFT)
         single = _grouped(_tested(trace, by_micro_batch(trace), MIN_SHIFT))
@@ -100,9 +100,9 @@ def slow_ranks(trace: Trace) -> tuple[Slowness, ...]:
 
 
 def slow_steps(trace: Trace, cost: WhatIf) -> tuple[Slowness, ...]:
-    """Return lasting slow-downs of the whole step that its computation does not explain; they have no `where`.
+    """Return the lasting slow-downs of whole steps that computation does not explain; their `where` is None.
 
-    Empty if replicas or stages are obviously absent from the trace: then the cause of others' waits is unknown.
+    Empty if the trace obviously lacks replicas or stages, because other ranks may then wait for missing ranks.
     """
     if trace.dps != tuple(range(len(trace.dps))) or trace.stages != tuple(range(len(trace.stages))):
         return ()
@@ -122,7 +122,10 @@ def slow_steps(trace: Trace, cost: WhatIf) -> tuple[Slowness, ...]:
 
 
 def healthy_seconds(trace: Trace, slow: list[Slowness]) -> float:
-    """Return the median step while nothing is slow; if something always is, the simulated one without that excess."""
+    """Return the median seconds of a step in which no rank is slow.
+
+    If some rank is slow in every step, return the median of steps that are simulated without the slow-downs.
+    """
     healthy = ~_covered(trace, slow)
     if healthy.any():
         return float(np.median(step_seconds(trace)[healthy]))
@@ -134,7 +137,10 @@ def healthy_seconds(trace: Trace, slow: list[Slowness]) -> float:
 
 
 def raw_alarms(trace: Trace, excess: float = MIN_EXCESS) -> Alarms:
-    """Return the alarms of a raw rule: steps `excess` above the running median, ranks as much above their peers."""
+    """Return the alarms of the raw rule: a step, or a rank in a step, takes `excess` longer than usual.
+
+    A step is compared with the running median of steps, a rank with the median of its peers.
+    """
     seconds = step_seconds(trace)
     above = seconds > (1.0 + excess) * running_median(seconds)
     sums = _sums(trace)
@@ -161,14 +167,15 @@ def step_seconds(trace: Trace) -> Floats:
 
 
 def running_median(values: Floats) -> Floats:
-    """Return the median of up to RUNNING_MEDIAN_STEPS values before each; the first value itself for the first."""
+    """Return, for each value, the median of up to RUNNING_MEDIAN_STEPS values before it; for the first, the value
+    itself."""
     return np.array(
         [np.median(values[max(0, i - RUNNING_MEDIAN_STEPS) : i]) if i else values[0] for i in range(values.size)]
     )
 
 
 def _tested(trace: Trace, series: Series, least: float) -> list[Slowness]:
-    """Return runs of steps in which a rank is slow, by `least` (log units) or more."""
+    """Return the slow-downs in all series, of `least` (log units) or more."""
     # Quicker than its peers is not a finding: if two stages are compared, a slow one makes the other look quick.
     peered = np.bincount(series.peers)[series.peers] > 1
     values = np.where(peered & (series.values < -MIN_SHIFT / 2), -MIN_SHIFT / 2, series.values)
@@ -183,7 +190,7 @@ def _tested(trace: Trace, series: Series, least: float) -> list[Slowness]:
 
 
 def _changes(values: Floats, least: float) -> list[Slowness]:
-    """Return runs in which a series without peers is slower than it was before."""
+    """Return the slow-downs of a series without peers, relative to its own past."""
     detector = ChangeDetector(least=least)
     slow_downs: list[Slowness] = []
     healthy = 0.0
@@ -202,7 +209,10 @@ def _changes(values: Floats, least: float) -> list[Slowness]:
 
 
 def _grouped(slow_downs: list[Slowness]) -> list[Slowness]:
-    """Merge tensor-parallel peers that become slow together and wait for each other; name the slowest if distinct."""
+    """Merge the slow-downs of tensor-parallel peers that begin together, because these peers wait for each other.
+
+    The merged slow-down names the slowest rank if that is clearly slower, else only the stage.
+    """
     kept: list[Slowness] = []
     for slow in sorted(slow_downs, key=lambda slow: -slow.change):
         for i, slower in enumerate(kept):
@@ -217,14 +227,17 @@ def _grouped(slow_downs: list[Slowness]) -> list[Slowness]:
 
 
 def _part_of(slow: Slowness, whole: Slowness) -> bool:
-    """Whether a stage's slow-down is part of its replica's: comparisons between stages are imprecise."""
+    """Return whether the slow-down `slow` of a stage is part of the slow-down `whole` of its replica.
+
+    A smaller one at the same time is, because comparisons between stages are imprecise.
+    """
     same = slow.where is not None and whole.where is not None and slow.where.dp == whole.where.dp
     meanwhile = whole.onset - SAME_ONSET_STEPS <= slow.onset and (whole.end is None or slow.onset <= whole.end)
     return same and meanwhile and slow.change < whole.change
 
 
 def _at_once(part: Slowness, whole: Slowness) -> bool:
-    """Whether `part` begins as `whole` begins or ends, and so belongs to it."""
+    """Return whether `part` begins when `whole` begins or ends, and therefore belongs to it."""
     turns = [whole.onset] if whole.end is None else [whole.onset, whole.end]
     return any(abs(part.onset - turn) <= SAME_ONSET_STEPS for turn in turns)
 
@@ -243,7 +256,7 @@ def _where(trace: Trace, series: Series, unit: int) -> Where:
 
 
 def _at(trace: Trace, slow: Slowness) -> Flags:
-    """Return the rows of the trace that a slow-down concerns."""
+    """Return (n,): whether each row of the trace belongs to the ranks and steps of a slow-down."""
     rows = (trace.step >= slow.onset) & (trace.step < (len(trace.steps) if slow.end is None else slow.end))
     where = slow.where or Where()
     if where.dp is not None:
@@ -256,7 +269,7 @@ def _at(trace: Trace, slow: Slowness) -> Flags:
 
 
 def _covered(trace: Trace, slow: list[Slowness]) -> Flags:
-    """Return (steps,): whether anything is slow."""
+    """Return (steps,): whether any of the slow-downs includes the step."""
     covered = np.zeros(len(trace.steps), dtype=np.bool_)
     for slowness in slow:
         covered[slowness.onset : slowness.end] = True
@@ -287,7 +300,8 @@ def _events(trace: Trace, slow: Slowness) -> list[SpeedChange]:
 
 
 def _workload(trace: Trace, cost: WhatIf, slow: list[Slowness]) -> list[SpeedChange]:
-    """Return steps that the raw rule would call slow and that their computation explains, though no rank is slow."""
+    """Return workload events: steps with an alarm of the raw rule that computation explains, although no rank is
+    slow."""
     seconds, covered = step_seconds(trace), _covered(trace, slow)
     usual, explained = running_median(seconds), np.full(len(trace.steps), np.nan)
     explained[cost.steps] = cost.explained_s / np.maximum(running_median(cost.explained_s), 1e-12)
@@ -310,7 +324,7 @@ def _workload(trace: Trace, cost: WhatIf, slow: list[Slowness]) -> list[SpeedCha
 
 
 def _scores(cost: WhatIf) -> tuple[RankScore, ...]:
-    """Return the scores of all ranks, worst first."""
+    """Return the slow-down of each rank in the trace, the worst first."""
     scores = [
         RankScore(dp=cost.dps[dp], stage=cost.stages[stage], slowdown=float(cost.scores[dp, stage]))
         for dp, stage in np.argwhere(cost.present).tolist()

@@ -1,12 +1,12 @@
-"""Measures how slowly each rank of a per-operation trace computes, step by step, without the workload. Pure.
+"""Measures the slowness of each rank of a per-operation trace in each step, without the effect of the workload. Pure.
 
-Hardware is distinguished from workload by constraints that a rank cannot influence. A micro-batch passes all stages of
-its replica, so that a long one is long everywhere: each duration is compared with those of the same micro-batch on the
-other stages, as far as these correlate, and then with the same figure of the other replicas. The remainder is the
-rank's own. A replica with all stages slow, or a job without pipeline, shows in its quickest micro-batch of a step:
-however long sequences get, some are short.
+A micro-batch passes all stages of its replica, so that a long micro-batch takes long on all of them. Each duration is
+therefore compared with those of the same micro-batch on the other stages, as far as these correlate, and the result
+with the same result of the other replicas. The rest is the rank's own slowness. If all stages of a replica are slow, or
+if the job has no pipeline, the quickest micro-batch of each step is compared instead, because even among long sequences
+some are short.
 
-Does not decide what counts as slow (`resihp.detector.offline.operations` does).
+Never decides whether a rank is slow; its caller `resihp.detector.offline.operations` does.
 """
 
 from __future__ import annotations
@@ -18,26 +18,28 @@ import pandas as pd
 from resihp.detector.offline.traces import Floats, Ints, Trace
 
 MIN_VARIATION = 0.02
-"""Smallest standard deviation of a step's micro-batches, log units, from which the relation between durations of two
-stages can be estimated."""
+"""Smallest standard deviation of a step's micro-batches, log units, at which the relation between the durations on
+different stages can be estimated."""
 
 
 class Series(msgspec.Struct, frozen=True, eq=False):
-    """One number for each step and rank: log of its slowness, 0 is healthy. NaN if unknown."""
+    """The slowness of each rank, or of each replica, in each step."""
 
     values: Floats
-    """(steps, ranks)."""
+    """(steps, ranks): log of the slowness; 0 is healthy, NaN is unknown."""
     dp: Ints
-    """(ranks,), as are the next two: indices into the trace's `dps` and `stages`; -1 stands for all."""
+    """(ranks,): index into the trace's `dps`."""
     stage: Ints
+    """(ranks,): index into the trace's `stages`; -1 for all stages of a replica."""
     rank: Ints
-    """Number of the rank; -1 stands for several."""
+    """(ranks,): number of the rank; -1 for several ranks."""
     peers: Ints
-    """(ranks,): series with equal numbers should be alike; a series without peers has a number of its own."""
+    """(ranks,): number of the group of peers, whose series should be alike."""
 
 
 def by_micro_batch(trace: Trace) -> Series:
-    """Compare each rank's durations with those of the same micro-batches on other stages, and with other replicas."""
+    """Return the slowness of each rank, compared with the same micro-batches on other stages, and with other
+    replicas."""
     rows = computation(trace)
     rows["level"] = np.log(rows["seconds"])
     rows["level"] -= rows.groupby(["kind", "chunk"])["level"].transform("median")
@@ -52,7 +54,11 @@ def by_micro_batch(trace: Trace) -> Series:
 
 
 def by_quickest(trace: Trace) -> Series:
-    """Compare each rank's quickest micro-batch of a step with other replicas' ranks of the stage, or its own past."""
+    """Return the slowness of each rank by its quickest micro-batch of each step.
+
+    It is relative to the ranks of the same stage on other replicas. With a single replica, it is relative to the rank's
+    own past.
+    """
     rows = computation(trace)
     rows["level"] = np.log(rows["seconds"])
     rows["level"] -= rows.groupby(["kind", "chunk"])["level"].transform("median")
@@ -63,7 +69,7 @@ def by_quickest(trace: Trace) -> Series:
 
 
 def by_replica(trace: Trace) -> Series:
-    """Return how slow each replica is on all of its stages: the minimum of `by_quickest` over them."""
+    """Return the slowness that all stages of a replica share: the minimum of `by_quickest` over its stages."""
     series = by_quickest(trace)
     count = len(trace.dps)
     least = np.full((len(trace.steps), count), np.inf)
@@ -77,7 +83,8 @@ def by_replica(trace: Trace) -> Series:
 
 
 def computation(trace: Trace) -> pd.DataFrame:
-    """Return rows of computation with a known duration; one rank per stage if only one computes at a time."""
+    """Return the rows of computation with a known duration. If a stage has only one rank per step, its rank numbers are
+    unified."""
     rows = np.flatnonzero(trace.is_compute & trace.known)
     names = ("step", "dp", "stage", "rank", "kind", "chunk", "micro_batch", "seconds")
     frame = pd.DataFrame({name: getattr(trace, name)[rows] for name in names})
@@ -87,7 +94,7 @@ def computation(trace: Trace) -> pd.DataFrame:
 
 
 def _table(rows: pd.DataFrame, row: str, column: str, values: str, width: int) -> Floats:
-    """Return medians of `values` by two whole-numbered columns, (rows, width)."""
+    """Return (rows, width): medians of the column `values`, by the whole numbers in the columns `row` and `column`."""
     table = np.full((int(rows[row].max()) + 1, width), np.nan)
     medians = rows.groupby([row, column], sort=False)[values].median().reset_index()
     table[medians[row], medians[column]] = medians[values]
@@ -95,7 +102,8 @@ def _table(rows: pd.DataFrame, row: str, column: str, values: str, width: int) -
 
 
 def _of_others(table: Floats) -> Floats:
-    """Return for each entry the median of the others in its row, NaN without any; in wide rows of all."""
+    """Return, for each entry, the median of the other entries in its row, NaN without any; in wide rows, of all
+    entries."""
     width = table.shape[1]
     if width > 32:
         return np.broadcast_to(row_medians(table)[:, None], table.shape)
@@ -103,7 +111,7 @@ def _of_others(table: Floats) -> Floats:
 
 
 def row_medians(table: Floats) -> Floats:
-    """Return the median of each row without its NaN; NaN for a row without values."""
+    """Return the median of each row, without NaN; NaN for a row without values."""
     if not table.shape[1]:
         return np.full(len(table), np.nan)
     ordered = np.sort(table, axis=1)
@@ -113,10 +121,11 @@ def row_medians(table: Floats) -> Floats:
 
 
 def _common_slope(rows: pd.DataFrame) -> Floats:
-    """Return by how much more than others a stage's durations grow with the micro-batch, (n,), by chunk and kind.
+    """Return (n,): the factor by which durations of a chunk and kind grow with the micro-batch more than on other
+    stages.
 
-    Attention grows with the squares of lengths, the head does not: a stage without the head varies more. Slopes come
-    from differences within a rank's step, which a slow-down of the rank does not affect.
+    Attention grows with the squares of lengths and the head does not, so that a stage without the head varies more. The
+    slopes are fitted to differences within one rank and step, because a slow-down of the rank does not affect these.
     """
     within = ["step", "dp", "stage", "rank", "kind", "chunk"]
     means = rows.groupby(within, sort=False)[["own", "others"]].transform("mean")
@@ -128,7 +137,7 @@ def _common_slope(rows: pd.DataFrame) -> Floats:
 
 
 def _per_unit(rows: pd.DataFrame, values: str, steps: int) -> Series:
-    """Return medians by step and rank."""
+    """Return the medians of the column `values` by step and rank, as a Series without peers."""
     units = rows[["dp", "stage", "rank"]].drop_duplicates().sort_values(["stage", "dp", "rank"]).reset_index(drop=True)
     units["unit"] = np.arange(len(units))
     placed = rows[["step", "dp", "stage", "rank", values]].merge(units, on=["dp", "stage", "rank"])
@@ -140,7 +149,7 @@ def _per_unit(rows: pd.DataFrame, values: str, steps: int) -> Series:
 
 
 def _against_replicas(series: Series) -> Series:
-    """Subtract the part that other replicas share on a stage, which is not a rank's own."""
+    """Return the series minus the median of the other replicas on the same stage, which is not the rank's own part."""
     values = series.values.copy()
     for stage in np.unique(series.stage):
         own = np.flatnonzero(series.stage == stage)

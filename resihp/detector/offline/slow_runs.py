@@ -1,9 +1,9 @@
-"""Finds when a series of a recorded trace is slow: runs of steps, against noise that the whole trace shows. Pure.
+"""Finds the steps in which a series of a recorded trace is slow. Pure; called by `operations`.
 
-`resihp.detector.sequential.peer_cusum` does this while a job runs, and has to learn levels and noise first. A trace is
-read to its end before anything is judged, so that all of it shows how much healthy ranks scatter, and ranks that are
-slow from its first step need no bounds on what may be learnt. The test itself is nevertheless sequential, a one-sided
-CUSUM (Page, 1954) of the log-likelihood for a shift: `detected` is the step at which an observer would have known.
+While a job runs, `resihp.detector.sequential.peer_cusum` does this, and must first learn levels and noise. A trace is
+judged only after it has been read to its end: its noise is estimated from all steps, and ranks that are slow from the
+first step are found without bounds on the learnt levels. The test is nevertheless sequential, a one-sided CUSUM (Page,
+1954) of the log-likelihood of a shift, so that `detected` is the step at which an observer would have known.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from resihp.detector.offline.analysis import Where
 from resihp.detector.offline.traces import Floats, Ints
 
 FALSE_ALARM_EVERY = 100_000.0
-"""Steps between false alarms of all series together, if noise is Gaussian: the CUSUM's threshold is the log of this
-times their number (Lorden, 1971)."""
+"""Number of steps between false alarms of all series together, for Gaussian noise. The threshold of the CUSUM is the
+log of this number times the number of series (Lorden, 1971)."""
 MIN_STEPS_PER_ALARM = 2.5
-"""Number of steps that an alarm takes at least, the inverse of the threshold's share that one step can carry: two
-outliers in a row are not a slow-down. In traces of one or two steps they have to be."""
+"""Smallest number of steps that raise an alarm: one step contributes at most the threshold divided by this, so that two
+outliers in a row are no slow-down. In a trace of one or two steps, fewer steps suffice."""
 MIN_SHIFT_SIGMAS = 2.0
-"""Smallest shift that is searched for, in standard deviations: noise is never quite Gaussian."""
+"""Smallest shift that is searched, in standard deviations, because noise is never exactly Gaussian."""
 NOISE_FLOOR = 0.004
 """Lower bound of a series' noise, log units."""
 MAX_HEALTHY_OFFSET = 0.05
@@ -37,27 +37,29 @@ NORMAL_QUARTILE, NORMAL_DECILE, NORMAL_TAIL = 0.6745, 1.2816, 1.6449
 
 
 class Slowness(msgspec.Struct, frozen=True, kw_only=True):
-    """A slow-down, by indices of steps. `where` None: no single rank, all wait."""
+    """A slow-down, with indices of steps. `where` is None if the whole step is slow and no single rank."""
 
     onset: int
     """First slow step."""
     detected: int
-    """Step at which it was known."""
+    """Step at which an observer would have known of the slow-down."""
     end: int | None = None
-    """First healthy step again; None if it was slow until the trace ended."""
+    """First healthy step after the slow-down; None if it lasts to the end of the trace."""
     known_over: int | None = None
-    """Step at which its end was known."""
+    """Step at which an observer would have known of the end; None without an end."""
     change: float
-    """Relative to healthy: 0.31 is 31 % slower."""
+    """Slow-down relative to healthy: 0.31 is 31 % slower."""
     where: Where | None = None
 
 
 def noises(values: Floats, peers: Ints) -> Floats:
-    """Return the standard deviation of each column of (steps, series), log units, without its slow-downs.
+    """Return the standard deviation of each series, a column of `values` (steps, series), log units, without
+    slow-downs.
 
-    It is the peers' deviation, or, if larger, the series' own from step to step; increased if consecutive steps are
-    correlated, since sums over them then scatter more (as for an AR(1) process with the correlation of the peers). In
-    traces too short for that, the differences between peers; infinite if too few are known.
+    It is the deviation of the peers, or the series' own deviation from step to step if that is larger. It is increased
+    if consecutive steps are correlated, because sums over steps then scatter more (as for an AR(1) process with the
+    correlation of the peers). In a trace too short for that, it is the deviation between peers; infinite if there are
+    too few values.
     """
     noise = np.empty(values.shape[1])
     jumps = np.array([_jumps(column) for column in values.T])
@@ -75,11 +77,12 @@ def noises(values: Floats, peers: Ints) -> Floats:
 
 
 def runs(values: Floats, noise: float, least: float, *, peered: bool, series: int = 1) -> list[Slowness]:
-    """Return runs of steps in which one of `series` series (steps,) is higher than healthy by `least` or more.
+    """Return the slow-downs of a series `values` (steps,): runs of steps at least `least` above the healthy level.
 
-    Healthy is 0, plus a small permanent offset, for a series with peers; else the lowest level that it has for a
-    quarter of its steps. Steps without a value (NaN) are skipped. A rank that is slow from the first step, so that only
-    peers show it, must be so by twice `least`.
+    `noise`: standard deviation; `series`: number of series that are tested. If the series has peers (`peered`), the
+    healthy level is 0 plus a small permanent offset; else it is the lowest level that the series has for a quarter of
+    its steps. Steps without a value (NaN) are skipped. A rank that is slow from the first step must be slower than its
+    peers by twice `least`.
     """
     steps = np.flatnonzero(np.isfinite(values))
     finite_values = values[steps]
@@ -139,12 +142,12 @@ _Span = tuple[int, int, int | None, int | None]
 
 
 def _turn(gains: Floats) -> int:
-    """Return the most likely place of a change, given each value's evidence for it."""
+    """Return the most likely place of a change, from each value's evidence that it comes after the change."""
     return int(np.argmax(np.cumsum(gains[::-1])[::-1]))
 
 
 def _healthy(values: Floats, spans: list[_Span], unless: float) -> float:
-    """Return the rank's own level while it was not slow, or `unless` if it nearly always was."""
+    """Return the level of a series outside of its slow-downs; `unless` if too few values are outside."""
     healthy = np.ones(values.size, dtype=np.bool_)
     for onset, _, end, _ in spans:
         healthy[onset:end] = False

@@ -1,9 +1,8 @@
-"""Per-operation traces as ByteDance's StragglerAnalysis publishes them: the meaning of rows, and which are sound.
+"""Parses per-operation traces in the form that ByteDance's StragglerAnalysis publishes, and leaves out invalid rows.
 
-A trace has one row for each operation that a rank carried out in a step: computation of a micro-batch in a chunk, the
-two ends of a transfer between stages, collectives, the optimizer. `read` parses such a frame once; alternatives
-(`resihp.detector.offline.what_if`) and slow ranks (`resihp.detector.offline.operations`) are derived from its result.
-Judges no rank.
+A trace has one row for each operation that a rank carried out in a step: the computation of a micro-batch in a chunk,
+each of the two ends of a transfer between stages, collectives, the optimizer. `read` parses a frame; its result is used
+by `resihp.detector.offline.what_if` and `resihp.detector.offline.operations`. Judges no rank.
 """
 
 from __future__ import annotations
@@ -41,38 +40,38 @@ OPTYPES = (
     "optimizer-clip-main-grad",
     "optimizer",
 )
-"""Optypes that have a place in a step; rows of any other are left out."""
+"""Known optypes; rows with any other optype are left out."""
 
 OPTYPE_CODES = {optype: code for code, optype in enumerate(OPTYPES)}
 
 
 class Trace(msgspec.Struct, frozen=True, eq=False):
-    """The sound rows of a trace as columns (n,), ordered by step, replica, stage, rank and start. Seconds."""
+    """The valid rows of a trace as columns (n,), ordered by step, replica, stage, rank and start. Times in seconds."""
 
     steps: tuple[int, ...]
-    """Labels of the steps, increasing; gaps are usual, as such traces are sampled."""
+    """Labels of the steps, increasing; usually with gaps, because such traces are sampled."""
     dps: tuple[int, ...]
     stages: tuple[int, ...]
     step: Ints
-    """Index into `steps`; `dp` and `stage` are indices into `dps` and `stages`."""
+    """Index into `steps`; likewise, `dp` is an index into `dps` and `stage` one into `stages`."""
     dp: Ints
     stage: Ints
     rank: Ints
     kind: Ints
     """Index into OPTYPES."""
     sequence: Ints
-    """Number among the operations of this optype of the rank in this step, from 0."""
+    """Number of the operation among those of the same optype, rank and step, from 0."""
     chunk: Ints
-    """Model chunk (virtual stage) within the whole model; -1 if the operation belongs to none."""
+    """Model chunk (virtual stage) within the whole model; -1 if the operation belongs to no chunk."""
     micro_batch: Ints
-    """-1 for all but computation."""
+    """Micro-batch of a computation; -1 for all other operations."""
     start: Floats
     seconds: Floats
     known: Flags
-    """False if the duration was not a number or negative, or zero in a computation: `seconds` is then the median of
-    similar operations."""
+    """Whether the duration is valid. If it was not a number or negative, or zero in a computation, `seconds` is the
+    median of similar operations."""
     left_out: int = 0
-    """Number of rows of the frame without a place, a start or a known optype, and of repeated ones."""
+    """Number of rows left out: without a place, a start or a known optype, or repeated."""
 
     @property
     def size(self) -> int:
@@ -87,7 +86,7 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
         return self.kind <= OPTYPE_CODES[BACKWARD]
 
     def take(self, rows: npt.NDArray[Any]) -> Trace:
-        """Return a trace of these rows only, with the same labels."""
+        """Return a trace with only the given rows, and the same labels."""
         columns = {name: getattr(self, name)[rows] for name in _ROWS}
         return msgspec.structs.replace(self, **columns)
 
@@ -96,9 +95,9 @@ _ROWS = ("step", "dp", "stage", "rank", "kind", "sequence", "chunk", "micro_batc
 
 
 def read(frame: pd.DataFrame) -> Trace:
-    """Parse a frame. Rows may come in any order, and repeatedly; rows without a place or a start are left out.
+    """Parse a frame of per-operation rows in any order. Invalid and repeated rows are left out.
 
-    Raises UsageError if a column is missing or does not hold numbers, or no computation with a duration is left.
+    Raises UsageError if a column is missing or contains text instead of numbers, or if no computation has a duration.
     """
     missing = [name for name in COLUMNS if name not in frame.columns]
     if missing:
@@ -164,7 +163,10 @@ def read(frame: pd.DataFrame) -> Trace:
 
 
 def folded(trace: Trace) -> Trace:
-    """Keep one rank for each stage of a replica: of tensor-parallel peers the slowest, which the others wait for."""
+    """Return a trace with one rank per stage of a replica: for each operation, the slowest tensor-parallel peer.
+
+    The other peers wait for the slowest one.
+    """
     keys = pd.DataFrame({name: getattr(trace, name) for name in _ROWS})
     if keys.groupby(["dp", "stage"])["rank"].nunique().max() == 1:
         return trace
@@ -179,7 +181,7 @@ def folded(trace: Trace) -> Trace:
 
 
 def _numbers(table: pd.DataFrame, name: str) -> Floats:
-    """Return a column as float64, NaN for missing values."""
+    """Return a column as float64, with NaN for missing values. Raises UsageError for text."""
     try:
         return np.asarray(pd.to_numeric(table[name]).to_numpy(np.float64, na_value=np.nan))
     except (TypeError, ValueError) as error:
@@ -187,8 +189,8 @@ def _numbers(table: pd.DataFrame, name: str) -> Floats:
 
 
 def _fine_enough(dtype: Any, start: Floats, computation: Floats) -> None:
-    """Raise UsageError for starts without enough resolution, as seconds since 1970 in a float32 are: operations would
-    seem to begin together."""
+    """Raise UsageError if starts are too coarse, such as seconds since 1970 in float32: operations would seem to begin
+    together."""
     longest = computation[np.isfinite(computation)]
     resolution = float(np.spacing(np.float32(np.abs(start).max()))) if dtype == np.float32 else 0.0
     if longest.size and resolution > max(float(np.median(longest)), 0.0) > 0.0:
@@ -199,7 +201,10 @@ def _fine_enough(dtype: Any, start: Floats, computation: Floats) -> None:
 
 
 def _sequence(place: pd.DataFrame, given: Ints | None) -> Ints:
-    """Return the given numbers if they distinguish a rank's operations of one optype in a step, else their order."""
+    """Return each operation's number among those of the same optype, rank and step.
+
+    The numbers `given` are used if they are unique; otherwise the order of the operations is.
+    """
     keys = list(place.columns)
     counted = np.asarray(place.groupby(keys, sort=False).cumcount(), dtype=np.int64)
     if given is None:
@@ -212,21 +217,23 @@ def _sequence(place: pd.DataFrame, given: Ints | None) -> Ints:
 
 
 def _chunks(mc: Ints, gmc: Ints, stage: Ints, stages: int, is_compute: Flags) -> Ints:
-    """Return chunks within the model: as given for computation, by Megatron's interleaving if only `mc` is known."""
+    """Return the chunk of each operation within the model: `gmc` if given, else by Megatron's interleaving of `mc`."""
     interleaved = np.where(is_compute, np.maximum(mc, 0), mc) * stages + stage
     of_model = np.where(gmc >= 0, gmc, interleaved) if (gmc[is_compute] >= 0).all() else interleaved
     return np.where(is_compute | (mc >= 0), of_model, -1)
 
 
 def _micro_batches(place: pd.DataFrame, given: Ints, is_compute: Flags) -> Ints:
-    """Return micro-batches as given, or by their order within the chunk; only computation has one."""
+    """Return the micro-batch of each computation, as given or by its order within the chunk; -1 for other
+    operations."""
     if (given[is_compute] < 0).any():
         given = np.asarray(place.groupby(list(place.columns), sort=False).cumcount(), dtype=np.int64)
     return np.where(is_compute, given, -1)
 
 
 def _filled(seconds: pd.Series[float], place: pd.DataFrame) -> Floats:
-    """Replace unknown durations by the median of similar ones: of the rank in the step, of the stage, of all."""
+    """Replace unknown durations by the median of similar operations: of the rank in the step, else of the stage, else
+    of all ranks."""
     for keys in (["step", "dp", "stage", "kind", "chunk"], ["stage", "kind", "chunk"], ["kind"]):
         if not seconds.isna().any():
             break

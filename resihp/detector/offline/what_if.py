@@ -1,14 +1,14 @@
-"""Estimates a job's steps without its stragglers, after ByteDance's StragglerAnalysis (OSDI '25). Pure.
+"""Estimates the time of a job's steps without its stragglers, after ByteDance's StragglerAnalysis (OSDI '25). Pure.
 
-A step is simulated from the dependencies of its operations: computation in the order of each rank; a transfer between
-stages once both of its ends are there; collectives once the last of their group is. The own duration of a transfer or
-collective is the part after the last participant came: waiting is simulated. Replacing durations then shows the cost of
-a rank's or a stage's slowness to the job.
+A step is simulated from the dependencies of its operations. Computation follows the order of each rank; a transfer
+between stages begins when both of its ends are ready; a collective begins when the last rank of its group is ready. The
+duration of a transfer or collective is only the part after its last participant arrived, because the simulation adds
+the waiting. Simulations with other durations then show the cost of the slowness of a rank or a stage.
 
-Why this is not `resihp.pipeline.compiled`: that plays what a plan *will* do, F, B and W with a delay between stages,
-before one synchronisation. A trace holds what *was* done: transfers as operations of their own with two ends and an
-order, collectives across replicas (per stage), between stages (embedding) and over all ranks (clipping), per step, and
-rows may be missing. For a trace with computation alone both give the same times, which a test asserts.
+Why not `resihp.pipeline.compiled`: it simulates the orders of a plan, with F, B and W, a delay between stages, and one
+synchronisation at the end. A trace records more: transfers with two ends and an order of their own, and collectives
+across replicas (per stage), between stages (embedding) and over all ranks (clipping); and rows may be missing. For a
+trace with computation only, both give the same times, as a test asserts.
 
 Judges no rank (`resihp.detector.offline.operations` does); `resihp analyze` prints the result.
 """
@@ -23,34 +23,36 @@ from resihp.detector.offline.dependencies import dependencies
 from resihp.detector.offline.traces import OPTYPES, Flags, Floats, Ints, Trace, folded
 
 WORST_PERCENT = 3
-"""Percentage of ranks whose slowness `mw` takes away (the paper's choice), rounded up."""
+"""Percentage of ranks, rounded up, that count as the worst ranks of `mw` (the paper's choice)."""
 
 MEAN_OPTYPES = ("forward-compute", "backward-compute", "gc", "optimizer")
-"""Optypes whose ideal duration is the mean; for all others, which communicate, it is the median."""
+"""Optypes with the mean as ideal duration; for all other optypes, which communicate, it is the median."""
 
 
 class WhatIf(msgspec.Struct, frozen=True, eq=False):
-    """The cost of a trace's stragglers. Seconds are means over the steps that could be simulated."""
+    """The cost of a trace's stragglers. Seconds of a step are means over all steps that could be simulated."""
 
     original_s: float
-    """The step as simulated from the observed durations."""
+    """Seconds of a step with the observed durations."""
     ideal_s: float
-    """The same with the mean of its kind for each computation, the median for each communication."""
+    """Seconds of a step with ideal durations: for each optype, the mean of computation and the median of
+    communication."""
     dps: tuple[int, ...]
     stages: tuple[int, ...]
     by_dp: Floats
-    """(dps,): step with only this replica's durations as observed, relative to the ideal one."""
+    """(dps,): time of a step with the observed durations of this replica and ideal ones elsewhere, over `ideal_s`."""
     by_stage: Floats
-    """(stages,): the same for a stage."""
+    """(stages,): time of a step with the observed durations of this stage and ideal ones elsewhere, over `ideal_s`."""
     present: Flags
-    """(dps, stages): whether the trace has such a rank."""
+    """(dps, stages): whether the trace has a rank at this replica and stage."""
     without_worst_s: float
-    """The original step with the worst ranks made ideal."""
+    """Seconds of a step with ideal durations of the worst ranks."""
     without_last_stage_s: float
+    """Seconds of a step with ideal durations of the last stage."""
     steps: Ints
     """Indices of the trace's steps that could be simulated."""
     explained_s: Floats
-    """(steps,): each step as simulated with its computation as observed, but ideal communication."""
+    """(steps,): seconds of each step with observed computation and ideal communication."""
 
     @property
     def slowdown(self) -> float:
@@ -58,17 +60,17 @@ class WhatIf(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def scores(self) -> Floats:
-        """(dps, stages): a rank is as slow as both its replica and its stage are. NaN if there is none."""
+        """(dps, stages): slow-down of each rank, the lower of its replica's and its stage's; NaN without a rank."""
         return np.where(self.present, np.minimum(self.by_dp[:, None], self.by_stage[None, :]), np.nan)
 
     @property
     def mw(self) -> float | None:
-        """Share of the slow-down that the worst ranks account for; None if nothing is slow."""
+        """Share of the excess over the ideal step that the worst ranks cause; None without an excess."""
         return self._share(self.without_worst_s)
 
     @property
     def ms(self) -> float | None:
-        """Share of the slow-down that the last stage accounts for; None if nothing is slow."""
+        """Share of the excess over the ideal step that the last stage causes; None without an excess."""
         return self._share(self.without_last_stage_s)
 
     def _share(self, without_s: float) -> float | None:
@@ -77,10 +79,10 @@ class WhatIf(msgspec.Struct, frozen=True, eq=False):
 
 
 def what_if(trace: Trace) -> WhatIf | None:
-    """Simulate the steps of a trace as they were and as they could have been.
+    """Simulate the steps of a trace with observed and with ideal durations, and return the cost of stragglers.
 
-    Steps that lack whole ranks are left out if others do not, and so are steps whose operations wait for each other in
-    a circle. None if no step is left. One simulation for each replica and stage, each linear in the rows.
+    Steps without all ranks are left out if other steps have all ranks; steps with a cycle of dependencies are left out,
+    too. None if no step is left. There is one simulation for each replica and each stage, linear in the rows.
     """
     trace = _whole_steps(folded(trace))
     graph = Graph.from_trace(trace)
@@ -120,31 +122,36 @@ def what_if(trace: Trace) -> WhatIf | None:
 
 
 class _Wave(msgspec.Struct, frozen=True, eq=False):
-    """Nodes that wait for earlier levels only."""
+    """A level of the graph: nodes that depend on nodes of earlier levels only."""
 
     nodes: slice
     edges: slice
     firsts: npt.NDArray[np.intp]
-    """For each node its first edge, within `edges`."""
+    """Index of each node's first edge, within `edges`."""
 
 
 class Graph(msgspec.Struct, frozen=True, eq=False):
-    """Dependencies of n operations. A node begins as a unit: one operation, or the participants of one transfer."""
+    """The dependencies of n operations.
+
+    A node is a set of operations that begin together: a single operation, or the participants of a transfer or
+    collective.
+    """
 
     node: Ints
-    """(n,): node of each operation, numbered level after level."""
+    """(n,): node of each operation, numbered level by level."""
     seconds: Floats
-    """(n,): duration of each operation, without its waiting."""
+    """(n,): duration of each operation, without waiting."""
     sources: Ints
-    """Operation at whose end an edge begins, ordered by the node to which it leads."""
+    """Operation that each edge depends on; edges are ordered by the node that waits."""
     levels: tuple[_Wave, ...]
     roots: int
-    """Number of nodes that wait for nothing; they come first."""
+    """Number of nodes without dependencies; they are the first nodes."""
     step: Ints
+    """(n,): index of each operation's step."""
     steps: Ints
-    """First operation of each step that is present."""
+    """Index of the first operation of each step with operations."""
     circular: Flags
-    """(steps of the trace,): whether operations of a step wait for each other in a circle, which makes it invalid."""
+    """(steps of the trace,): whether the dependencies of a step have a cycle, so that the step is invalid."""
 
     @classmethod
     def from_trace(cls, trace: Trace) -> Graph:
@@ -153,7 +160,10 @@ class Graph(msgspec.Struct, frozen=True, eq=False):
         return _levelled(trace, node, seconds, edges)
 
     def ends(self, seconds: Floats) -> Floats:
-        """Return the end of each operation, from the beginning of its step, for durations (n,) without waiting."""
+        """Return (n,): the end of each operation, in seconds since its step began.
+
+        `seconds` (n,): duration of each operation, without waiting.
+        """
         begin = np.zeros(int(self.node.max(initial=-1)) + 1)
         taken, waited = seconds[self.sources], self.node[self.sources]
         for level in self.levels:
@@ -163,7 +173,7 @@ class Graph(msgspec.Struct, frozen=True, eq=False):
         return np.asarray(begin[self.node] + seconds)
 
     def step_seconds(self, seconds: Floats) -> Floats:
-        """Return the duration of each step."""
+        """Return the seconds of each step, for durations (n,) of the operations."""
         return np.maximum.reduceat(self.ends(seconds), self.steps)
 
     def mean_step(self, seconds: Floats) -> float:
@@ -171,7 +181,7 @@ class Graph(msgspec.Struct, frozen=True, eq=False):
 
 
 def _worst(scores: Floats, present: Flags, trace: Trace) -> list[tuple[int, int]]:
-    """Return the worst ranks; among equals those with lower numbers first."""
+    """Return the (replica, stage) of the worst ranks; of ranks with equal scores, those with lower numbers."""
     ranks = np.full(scores.shape, np.iinfo(np.int64).max)
     np.minimum.at(ranks, (trace.dp, trace.stage), trace.rank)
     count = -(-int(present.sum()) * WORST_PERCENT // 100)
@@ -180,7 +190,7 @@ def _worst(scores: Floats, present: Flags, trace: Trace) -> list[tuple[int, int]
 
 
 def _whole_steps(trace: Trace) -> Trace:
-    """Return the steps in which every rank has computation, if there are any; else all."""
+    """Return a trace of the steps in which every rank has computation; of all steps if there are no such steps."""
     lanes = np.unique(np.stack([trace.step, trace.dp, trace.stage])[:, trace.is_compute], axis=1)
     counts = np.bincount(lanes[0], minlength=len(trace.steps))
     whole = counts == len(set(zip(lanes[1].tolist(), lanes[2].tolist(), strict=True)))
@@ -188,7 +198,7 @@ def _whole_steps(trace: Trace) -> Trace:
 
 
 def _ideal(trace: Trace, seconds: Floats) -> Floats:
-    """Return each operation's duration if all of its kind were alike."""
+    """Return (n,): the ideal duration of each operation, the mean or median of its optype."""
     ideal = np.empty_like(seconds)
     for code in np.unique(trace.kind):
         own = trace.kind == code
@@ -197,7 +207,7 @@ def _ideal(trace: Trace, seconds: Floats) -> Floats:
 
 
 def _levelled(trace: Trace, node: Ints, seconds: Floats, edges: Ints) -> Graph:
-    """Number the nodes so that each waits for smaller numbers only."""
+    """Return the graph, with nodes numbered so that each node depends on nodes with smaller numbers only."""
     names, node = np.unique(node, return_inverse=True)
     count = names.size
     source, target = edges[0], node[edges[1]]

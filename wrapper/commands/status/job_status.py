@@ -73,7 +73,7 @@ def job_status(
         "logs": None if folder is None else f"{folder}/logs",
         "output": None if folder is None else _output(row["host"], last_leader, rows.nodes, f"{folder}/logs"),
         "description": None if plan is None else plan.description,
-        "layout": None if plan is None else json.loads(plan.layout_json),
+        "layout": None if plan is None else reader.decoded(plan.layout_json, "layout"),
         "detector": detector(row),
         "unwatched": json.loads(row["unwatched"] or "[]"),
         "health": {

@@ -1,5 +1,5 @@
-"""Reads iteration times from the files that people already have, one module for each kind. Pure functions of bytes.
+"""Reads iteration times from logs, tables and JSON of training programs. Pure functions of bytes.
 
-`formats` recognises a file, `megatron_log` and `console_log` read lines of text, `tables` CSV, `fields` JSON and
-Parquet, with `values` and `moments`; `recording` is the common result.
-"""
+`formats` recognises a file and chooses its reader: `megatron_log`, `console_log` and `text_logs` read logs, `tables`
+and `named_tables` CSV, `json_rows` JSON. `fields` (with `names`, `values` and `moments`) interprets rows of named
+fields, also of Parquet tables. `recording` is the common result. Nothing here judges a time."""

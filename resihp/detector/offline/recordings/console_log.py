@@ -2,7 +2,7 @@
 
     11-25 17:09:01 iteration 12  loss 4.0312  18.2k tokens/s  0.45 s
 
-At most one line a second is printed, each with that iteration's own time. All other lines are about something else.
+At most one line a second is printed, with the time of that single iteration. All other lines are ignored.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def is_ours(line: str) -> bool:
 
 
 def read_console(content: bytes) -> Recording:
-    """Read the output. A falling iteration number begins a new run, as after a requeue into the same file."""
+    """Read the output of `resihp run`. A falling iteration begins a new run, as after a requeue into the same file."""
     points: list[Point] = []
     bad: list[int] = []
     for number, line in numbered_lines(text_of(content)):

@@ -82,7 +82,7 @@ def read_rows(rows: Sequence[NamedRow], unit: str = "row") -> Recording:
 
 
 class _Columns(NamedTuple):
-    """Names of fields; empty for one that the rows lack."""
+    """Names of the fields with each quantity; empty for a quantity that the rows lack."""
 
     iteration: str
     time: str
@@ -154,7 +154,7 @@ def _in_seconds(
 
 
 class _Counts:
-    """Counts, for all rows, how many have each field, and how many have a number in it."""
+    """For each field, the number of rows that have it, and the number of rows with a number in it."""
 
     def __init__(self, rows: Iterable[NamedRow]) -> None:
         self._any: Counter[str] = Counter()
@@ -167,13 +167,13 @@ class _Counts:
                         self._numbers[name] += 1
 
     def often(self, names: Sequence[str]) -> list[str]:
-        """Return those of these names with numbers in nine tenths of the rows that the most frequent has, in order."""
+        """Return the fields of `names`, in order, that occur at least nine tenths as often as the most frequent one."""
         most = max(self._numbers[name] for name in names) or max(self._any[name] for name in names)
         counts = self._numbers if max(self._numbers[name] for name in names) else self._any
         return [name for name in names if most and 10 * counts[name] >= 9 * most]
 
     def column(self, names: Sequence[str], *, text: bool = False) -> str:
-        """Return the name that most rows have, the first of equals; empty if none has any."""
+        """Return the field of `names` that most rows have, the first of equally frequent ones; empty without any."""
         counts = self._any if text else self._numbers
         best = max(names, key=lambda name: counts[name])
         return best if counts[best] else ""
@@ -273,7 +273,8 @@ class _Counter:
 def _steps(
     rows: Sequence[NamedRow], iteration: str, series: tuple[str, str]
 ) -> Iterable[tuple[int, NamedRow, NamedRow, float]]:
-    """Yield neighbours of one rank and job with rising iteration: place of the later, both rows, and the rise."""
+    """Yield consecutive rows of the same rank and job with a rising iteration: index of the later row, both rows, and
+    the rise."""
     last: dict[tuple[str, str], NamedRow] = {}
     for place, row in enumerate(rows):
         key = str(row.fields.get(series[0])), str(row.fields.get(series[1]))
@@ -288,9 +289,9 @@ def _steps(
 def _scaled(
     rows: Sequence[NamedRow], iteration: str, name: str, factor: float, moment: str, series: tuple[str, str]
 ) -> tuple[Sequence[NamedRow], str] | None:
-    """Correct times by the clock beside them; return rows and an explanation, or None if they agree with the clock.
+    """Compare times with the clock in the field `moment`, and return corrected rows and a remark; None if they agree.
 
-    If neither unit nor window explains the disagreement, times stay as they are.
+    If another unit, or a time of several iterations, does not explain the difference, the times are not corrected.
     """
     if not moment or is_rate(name):
         return None

@@ -1,4 +1,5 @@
-"""Recognises a file of iteration times by its content, and chooses its reader. Pure functions of bytes; no files."""
+"""Recognises the format of iteration times by their content, and chooses the reader. Takes bytes, opens no file.
+Pure."""
 
 from __future__ import annotations
 
@@ -42,12 +43,12 @@ class _Source(NamedTuple):
 
 
 def recognise(content: bytes) -> Format:
-    """Return the format of a file. Raises UsageError with the expected formats and the nearest line."""
+    """Return the format of a file. Raises UsageError for an unknown one, with the expected formats and a hint."""
     return _source_of(content).format
 
 
 def read(content: bytes) -> Recording:
-    """Read a text of any of these formats. Raises UsageError for another one, or without any usable iteration time."""
+    """Read a text of any known format. Raises UsageError for other formats, and if no iteration has a usable time."""
     return usable(_source_of(content).read())
 
 
@@ -76,7 +77,7 @@ def _source_of(content: bytes) -> _Source:
 
 
 def _source_of_rows(text: str, header: Sequence[str], numbered: Sequence[tuple[int, str]]) -> _Source:
-    """Return the source of a trainer's log or of JSON. Raises UsageError for another text."""
+    """Return the source of a text that is a trainer's log or JSON. Raises UsageError for any other text."""
     # A trainer's log may contain a line of JSON.
     begins_as_json = re.match(r"\s*(\{\s*\"|\[\s*\{)", text) is not None
     rows = None if begins_as_json else rows_of_lines(numbered)
@@ -99,7 +100,7 @@ def _source_of_rows(text: str, header: Sequence[str], numbered: Sequence[tuple[i
 
 
 def _is_our_table(header: Sequence[str]) -> bool:
-    """Decide whether a CSV has our own column names, and one job."""
+    """Return whether a CSV has resihp's own column names, and no column for jobs."""
     has_time = "seconds" in header or "milliseconds" in header
     return "iteration" in header and has_time and not any(name in JOB_NAMES for name in header)
 
@@ -109,7 +110,7 @@ def _refuse_parquet() -> Recording:
 
 
 def _no_text(content: bytes) -> str:
-    """Explain why a binary file cannot be read, with the command to type instead; empty for all other files."""
+    """Return the reason why a binary file cannot be read, with the command to type instead; empty for other files."""
     for magic, name, command in COMPRESSED_FORMATS:
         if content.startswith(magic):
             return f"is compressed with {name}; type: {command} FILE | resihp analyze -"
@@ -132,7 +133,8 @@ def _read_json(rows: JsonRows) -> Recording:
 
 
 def _trainer_without_times(rows: JsonRows) -> str:
-    """Explain why dicts of Hugging Face's Trainer cannot be read, and the alternative; empty for all other rows."""
+    """Return the reason why rows of Hugging Face's Trainer cannot be read, with the alternative; empty for other
+    rows."""
     if rows.history == "log_history":
         trainer_output = "trainer_state.json of Hugging Face's Trainer: its log_history has steps and losses, no times"
     elif any(row.fields.keys() >= TRAINER_FIELDS for row in rows.rows):
@@ -146,14 +148,14 @@ def _trainer_without_times(rows: JsonRows) -> str:
 
 
 def usable(recording: Recording) -> Recording:
-    """Return the recording. Raises UsageError if no iteration has a time."""
+    """Return `recording` itself. Raises UsageError if none of its iterations has a time."""
     if not any(run.points or run.ranks for run in recording.runs):
         raise UsageError(f"no iteration has a usable time: {'; '.join(recording.remarks) or 'nothing was read'}")
     return recording
 
 
 def _nearest(lines: Sequence[tuple[int, str]], header: Sequence[str]) -> str:
-    """Return a hint at the line that is nearest to a readable one."""
+    """Return a hint for an error message: the line, or the columns, most similar to a readable format."""
     for pattern, lacks in (
         (ELAPSED_TIME, "no `iteration N/ M |` before it"),
         (ITERATION_HEAD, "no `elapsed time per iteration`"),

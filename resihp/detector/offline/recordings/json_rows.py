@@ -4,9 +4,9 @@
     INFO:root:{'step': 1, 'step_time': 1.25, 'loss': nan}
     {"schema": 1, "rows": [{"iteration": 1, "seconds": 1.25}, ...]}
 
-Each object is parsed once. Only the fields that rows are read by are kept, as the rest is most of a large file; the
-first rows are kept whole, so that an error can list their fields. Lines without an object are left out and counted.
-Rows become those of `fields`.
+Each object is parsed once. Only fields that `fields` uses are kept, because the other fields are most of a large file;
+of the first rows all fields are kept, so that an error can list them. Lines without an object are left out and counted.
+The rows are read by `fields`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ MAX_LITERAL_CHARS = 20_000
 
 
 class JsonRows(msgspec.Struct):
-    """All objects of a file."""
+    """All JSON objects of a file, as rows."""
 
     rows: list[NamedRow]
     history: str = ""
-    """In a document, the name of the list that holds its rows."""
+    """For a JSON document: the name of the list that contains the rows; empty if the document is a list."""
     speakers: Mapping[int, str] | None = None
-    """In lines, the mark of a rank or host before the object, by line number. None: a document."""
+    """For JSON lines: the mark of a rank or host before the object, by line number. None for a JSON document."""
     broken: Sequence[tuple[int, str]] = ()
     """Lines that begin like an object but are not valid, and the reason."""
     other_lines: Sequence[int] = ()
@@ -51,7 +51,7 @@ class JsonRows(msgspec.Struct):
 
 
 def read_json(json_rows: JsonRows) -> Recording:
-    """Build a recording. Raises UsageError with a line if most are broken, or no row has the needed fields."""
+    """Return the recording of the rows. Raises UsageError if most lines are broken, or no row has the needed fields."""
     if json_rows.speakers is None:
         return read_rows(json_rows.rows)
     rows, broken = json_rows.rows, json_rows.broken
@@ -76,7 +76,7 @@ def read_json(json_rows: JsonRows) -> Recording:
 
 
 def rows_of_lines(numbered: Iterable[tuple[int, str]]) -> JsonRows:
-    """Parse the object in each line that has one."""
+    """Return the JSON object, or Python dict, of each line that contains one."""
     rows: list[NamedRow] = []
     broken: list[tuple[int, str]] = []
     other_lines: list[int] = []
@@ -136,7 +136,7 @@ _HEAD = re.compile(r"[^{}\"']{0,120}(?=\{[\"'])")
 
 
 def _object_start(line: str) -> int:
-    """Return where a line's JSON object or Python dict begins, behind any launcher's prefix; -1 without any."""
+    """Return the position of a line's JSON object or Python dict, after any prefix of a launcher; -1 without one."""
     if line.lstrip().startswith("{"):
         return len(line) - len(line.lstrip())
     head = _HEAD.match(line)

@@ -1,7 +1,7 @@
-"""Turns rows with the moment at which an iteration ended into rows with the time of an iteration. Pure.
+"""Converts rows with the moment at which an iteration ended to rows with the seconds of one iteration. Pure.
 
-Decides which two rows are compared: of one rank, and far enough apart if the clock has whole seconds. Never decides
-which field is a clock. Called by `fields`.
+The difference of two rows of the same rank is divided by their distance in iterations; if the clock has whole seconds,
+the two rows are far apart. Never decides which field is a clock. Called by `fields`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ COARSE_CLOCK_WINDOW_S = 20.0
 
 
 def between_moments(measured: Sequence[Measured]) -> list[Measured]:
-    """Turn rows with moments into rows with the time of one iteration since the same rank's previous row.
+    """Return rows with the seconds of one iteration, from the differences of consecutive rows of the same rank.
 
-    A row that repeats the previous iteration, or is late by one or two, comes from another rank and is skipped.
+    A row that repeats the previous iteration, or is late by one or two iterations, is of another rank and is skipped.
     """
     differences = []
     last: dict[float, Measured] = {}
@@ -38,7 +38,7 @@ def between_moments(measured: Sequence[Measured]) -> list[Measured]:
 
 
 def far_apart(measured: Sequence[Measured]) -> list[Measured]:
-    """Keep those rows with moments in whole seconds that are far enough apart, in steps of equal size."""
+    """Return only rows that are far enough apart for moments in whole seconds, at equal distances in iterations."""
     kept: list[Measured] = []
     for first, end in _rising(measured):
         part = measured[first:end]

@@ -1,11 +1,10 @@
-"""Reads a CSV with other column names than ours: exports of TensorBoard and Weights & Biases, loggers' files. Pure.
+"""Reads a CSV with other column names than resihp's: exports of TensorBoard and Weights & Biases, loggers' files. Pure.
 
     Wall time,Step,Value
     Step,run-1 - perf/step_time,run-1 - perf/step_time__MIN,run-1 - perf/step_time__MAX
 
-Rows become those of `fields`, which knows the usual names. Decides which column is a run's time, and refuses a file
-with several runs, naming them.
-"""
+The rows are read by `fields`, which knows the usual names. This module chooses the column with a run's time, and
+refuses a file with several runs; the error names these runs."""
 
 from __future__ import annotations
 
@@ -28,14 +27,14 @@ MAX_NAMED_COLUMNS = 3
 
 
 def is_table(header: Sequence[str]) -> bool:
-    """Whether columns have an iteration and a time in any form."""
+    """Return whether there is a column with an iteration and one with a time in any form."""
     names = {_metric(column) for column in header}
     return len(header) > 1 and has_iteration(names) and has_time(names)
 
 
 def export_without_times(header: Sequence[str]) -> str:
-    """Explain why a Weights & Biases or TensorBoard export without a time cannot be read, and the alternative; empty
-    for all other files."""
+    """Return the reason why a Weights & Biases or TensorBoard export without a time cannot be read, with the
+    alternative; empty for other files."""
     names = {_metric(column) for column in header}
     is_export = any(column.endswith(BOUND_SUFFIXES) or RUN_SEPARATOR in column for column in header)
     if not is_export or not has_iteration(names) or has_time(names):
@@ -61,7 +60,7 @@ def read_table(content: bytes) -> Recording:
 
 
 def _columns(table: CsvTable) -> dict[str, int]:
-    """Return columns' places by their usual names. Raises UsageError if two runs have the same time metric."""
+    """Return the index of each column by its usual name. Raises UsageError if two runs have the same time metric."""
     columns: dict[str, int] = {}
     runs: dict[str, list[str]] = {}
     for place, column in enumerate(table.header):

@@ -1,4 +1,4 @@
-"""The result of reading a file of iteration times, and functions that all readers share. Pure."""
+"""Defines the result of reading a file of iteration times, and functions that all readers use. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from resihp.detector.offline.iteration_model import Point
 from resihp.detector.offline.series import TimedRun
 
 SPEAKER_MARK = re.compile(r"\[\s*(?:default|rank)\s*(\d+)|^\s*(\d+)\s*:\s|^\s*([A-Za-z][\w.-]*)\s*:\s", re.IGNORECASE)
-"""Marks of a rank before a line: torchrun's `[default7]:` or `[rank7]:`, `[Rank 7 | ...]`, srun's `7: `, `host: `."""
+"""Matches the mark of a rank or host before a line: torchrun's `[default7]:` or `[rank7]:`, `[Rank 7 | ...]`, srun's
+`7: `, `host: `."""
 
 ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]|[\x07\x08]")
 
@@ -30,7 +31,10 @@ class Recording(msgspec.Struct, frozen=True):
 
 
 def split_runs(points: Sequence[Point]) -> tuple[list[tuple[Point, ...]], int]:
-    """Return runs, and the number of points that repeat an iteration. A single late line does not begin a run."""
+    """Return the runs of a file, and the number of points that repeat an iteration.
+
+    A falling iteration begins a new run; a single late line does not.
+    """
     runs: list[list[Point]] = []
     repeated = 0
     for number, point in enumerate(points):
@@ -49,7 +53,7 @@ def split_runs(points: Sequence[Point]) -> tuple[list[tuple[Point, ...]], int]:
 
 
 def log_interval(points: Sequence[Point]) -> int:
-    """Return the log interval: the usual distance between two lines."""
+    """Return the log interval: the usual number of iterations between two lines; 1 if there is no usual one."""
     if len(points) < 3:
         return 1
     steps = Counter(after.iteration - before.iteration for before, after in itertools.pairwise(points))
@@ -58,7 +62,7 @@ def log_interval(points: Sequence[Point]) -> int:
 
 
 def interval_remarks(runs: Sequence[TimedRun]) -> list[str]:
-    """Return a remark about times that stand for several iterations."""
+    """Return a remark if times are means over several iterations; else nothing."""
     intervals = sorted({run.interval for run in runs if run.interval > 1})
     if not intervals:
         return []
@@ -67,7 +71,7 @@ def interval_remarks(runs: Sequence[TimedRun]) -> list[str]:
 
 
 def speaker_of(head: str) -> str:
-    """Return the rank or host named by marks in the beginning of a line; empty without any."""
+    """Return the rank or host that the marks before a line name; empty without marks."""
     return " ".join("".join(mark) for mark in SPEAKER_MARK.findall(head))
 
 
@@ -75,7 +79,10 @@ _Line = TypeVar("_Line")
 
 
 def one_speaker(lines: Sequence[_Line], speaker: Callable[[_Line], str]) -> list[_Line]:
-    """Keep lines of one speaker at a time: if lines of two interleave, those of the one with more lines."""
+    """Return the lines of one speaker (rank or host) at a time.
+
+    If the lines of two speakers interleave, only those of the speaker with more lines are kept.
+    """
     spans: dict[str, list[int]] = {}
     for position, line in enumerate(lines):
         spans.setdefault(speaker(line), []).append(position)
@@ -103,14 +110,14 @@ def missing_iterations(runs: Sequence[TimedRun]) -> list[str]:
 
 
 def text_of(content: bytes) -> str:
-    """Decode bytes; those that are not text become replacement characters."""
+    """Decode bytes as UTF-8, or as UTF-16 with a byte order mark; invalid bytes become replacement characters."""
     if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return content.decode("utf-16", errors="replace")
     return content.decode("utf-8-sig", errors="replace").replace("\0", "")
 
 
 def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield lines with the numbers that editors show; parts between carriage returns share one number."""
+    """Yield (line number, text), with line numbers from 1. Carriage returns separate texts of the same line."""
     for number, whole in enumerate(ANSI_ESCAPE.sub("", text).split("\n"), 1):
         for line in whole.split("\r"):
             if line:
@@ -122,7 +129,7 @@ WITH_THOUSANDS_COMMAS = re.compile(r"\s*[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?\s*")
 
 
 def number_in(text: str) -> float:
-    """Return a number as Python or a spreadsheet writes it; NaN for any other text."""
+    """Return the number that `text` contains, as Python or a spreadsheet writes it; NaN for any other text."""
     if "," in text and WITH_THOUSANDS_COMMAS.fullmatch(text):
         text = text.replace(",", "")
     try:

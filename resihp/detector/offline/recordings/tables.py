@@ -31,7 +31,7 @@ COLUMNS = ("iteration", "seconds", "milliseconds", "rank", "tokens", "sum_square
 
 
 class Measured(NamedTuple):
-    """A row of a table. Invalid numbers are NaN; `label` is its iteration."""
+    """The numbers in a row of a table, NaN if invalid. `line`: number of the row; `label`: its iteration."""
 
     line: int
     label: float
@@ -49,14 +49,14 @@ class CsvTable(msgspec.Struct, frozen=True):
 
 
 def with_point(cell: str) -> str:
-    """Convert `1.234,5` or `1,5` to Python's form, for tables in which commas do not separate columns."""
+    """Convert `1.234,5` or `1,5` to Python's form, in tables with another column separator than a comma."""
     if not re.fullmatch(r"[-+]?\d[\d.]*,\d+(?:[eE][-+]?\d+)?", cell):
         return cell
     return cell.replace(".", "").replace(",", ".")
 
 
 def read_csv(content: bytes) -> Recording:
-    """Read a CSV with `iteration` and `seconds` or `milliseconds`; with `rank`, a series for each.
+    """Read a CSV with the columns `iteration` and `seconds` or `milliseconds`; with `rank`, one series per rank.
 
     Raises UsageError for missing columns.
     """
@@ -85,7 +85,7 @@ def read_csv(content: bytes) -> Recording:
 
 
 def _usable_rows(measured: Sequence[Measured]) -> tuple[list[tuple[int, Point]], list[float], list[int]]:
-    """Return ranks and points of rows with a usable time, the rows' labels, and the numbers of all other rows."""
+    """Return (rank, point) and the label of each row with a usable time, and the numbers of all other rows."""
     bad: list[int] = []
     rows: list[tuple[int, Point]] = []
     labels: list[float] = []
@@ -100,9 +100,10 @@ def _usable_rows(measured: Sequence[Measured]) -> tuple[list[tuple[int, Point]],
 
 
 def recording_of(measured: Sequence[Measured], *, by_rank: bool, unit: str = "line") -> Recording:
-    """Build runs from rows in any order, numbered by lines or by another `unit`.
+    """Return the runs in `measured`, rows in any order. `unit`: the word for a row's number in remarks.
 
-    Iterations that repeat with other times after the number fell are a new run; other repetitions are left out.
+    If the iteration falls, and iterations then repeat with other times, a new run begins. Other repeated rows are left
+    out.
     """
     rows, labels, bad = _usable_rows(measured)
     remarks = counted(bad, "row without a usable time", unit)
@@ -149,7 +150,7 @@ def _run(points: tuple[Point, ...]) -> TimedRun:
 
 
 def _sorted(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Sort by ascending iteration, keeping the first of equal ones."""
+    """Return the points by ascending iteration; of points with equal iterations, only the first."""
     first: dict[int, Point] = {}
     for point in points:
         first.setdefault(point.iteration, point)
@@ -157,7 +158,10 @@ def _sorted(points: Sequence[Point]) -> tuple[Point, ...]:
 
 
 def table_of(text: str) -> CsvTable:
-    """Return header (lower case) and rows, by the most frequent delimiter of the header; comment lines are skipped."""
+    """Return the header, in lower case, and the rows of a table. Comment lines are skipped.
+
+    The delimiter is the most frequent one in the header.
+    """
     lines = _lines_of_table(text)
     try:
         rows = list(_rows_of_table(lines))
@@ -167,7 +171,7 @@ def table_of(text: str) -> CsvTable:
 
 
 def header_of(text: str) -> tuple[str, ...]:
-    """Return the header of `table_of` without reading its rows."""
+    """Return the header that `table_of` would return, without reading the rows."""
     try:
         _, header = next(_rows_of_table(_lines_of_table(text)), (0, []))
     except csv.Error:

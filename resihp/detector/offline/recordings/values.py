@@ -1,6 +1,6 @@
-"""Reads the values of fields: numbers, and moments in any of the forms in which programs write them. Pure.
+"""Parses the values of fields: numbers, and moments in all forms in which programs write them. Pure.
 
-Decides in which unit a moment is. Never decides which field is a clock (`fields`). Called by the readers of rows.
+Decides on the unit of a moment. Never decides which field is a clock (`fields`). Called by the readers of rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from datetime import datetime
 from resihp.detector.offline.recordings.recording import number_in
 
 IN_MILLISECONDS, IN_MICROSECONDS, IN_NANOSECONDS = 1e11, 1e14, 1e17
-"""Bounds above which a moment counts in these units since 1970."""
+"""Smallest number that is taken for a moment in milliseconds, microseconds or nanoseconds since 1970."""
 
 
 def number_of(value: object) -> float:
@@ -39,7 +39,7 @@ def least_0(value: object) -> float | None:
 
 
 def moment_in(value: object, unit_s: float = 1.0) -> float:
-    """Return seconds from some origin. `unit_s`: the unit of a number, if the field's name contains it."""
+    """Return a moment in seconds since some origin; NaN if `value` is none. `unit_s`: unit of a number, in seconds."""
     if isinstance(value, datetime):
         return value.timestamp()
     number = number_of(value)

@@ -50,8 +50,8 @@ def records_of(scenario: Scenario, job: str) -> list[journal.Record]:
     return [journal.Record(seq, round(BEGAN + at, 6), entry) for seq, (at, entry) in enumerate(entries, 1)]
 
 
-def comparable(history: JobHistory) -> dict[str, Any]:
-    """Return all that a history knows, with times rounded as a database does, and ranks instead of layouts."""
+def comparable(history: JobHistory) -> tuple[dict[str, Any], list[float | None]]:
+    """Return all that a history knows, with ranks instead of layouts, and all its times."""
 
     def plan(past: PastPlan | None) -> Any:
         return None if past is None else (past.epoch, past.begins, past.ranks, past.layout.standby)
@@ -60,16 +60,20 @@ def comparable(history: JobHistory) -> dict[str, Any]:
     del values["seq"]
     values["plans"] = [plan(past) for past in history.plans]
     values["proposed"] = plan(history.proposed)
-    values["nodes"] = {
-        name: tuple(None if at is None else round(at, 5) for at in node) for name, node in history.nodes.items()
-    }
-    values["failures"] = {
-        number: (*failure[:6], *(None if at is None else round(at, 5) for at in failure.moments), failure.ended)
-        for number, failure in history.failures.items()
-    }
+    values["nodes"] = sorted(history.nodes)
+    values["failures"] = {number: (*failure[:6], failure.ended) for number, failure in history.failures.items()}
     if not history.running:  # the ledger's reader leaves them out
         del values["suspicions"]
-    return values
+    nodes = [moment for _, node in sorted(history.nodes.items()) for moment in node]
+    return values, [*nodes, *(moment for _, failure in sorted(history.failures.items()) for moment in failure.moments)]
+
+
+def assert_equal(stored: JobHistory, followed: JobHistory) -> None:
+    (stored_values, stored_times), (values, times) = comparable(stored), comparable(followed)
+    assert stored_values == values
+    assert len(stored_times) == len(times)
+    for stored_time, time in zip(stored_times, times, strict=True):
+        assert stored_time == pytest.approx(time, abs=5e-6, rel=0)  # a database keeps microseconds
 
 
 def check(records: Sequence[journal.Record], folder: Path, url: str) -> None:
@@ -86,7 +90,7 @@ def check(records: Sequence[journal.Record], folder: Path, url: str) -> None:
     followed = JobHistory.of_records(records)
     with Reader.open(url) as reader:
         stored = JobHistory.of_ledger(reader, reader.job(first.job))
-    assert comparable(stored) == comparable(followed)
+    assert_equal(stored, followed)
     assert IdleGpus(stored).line() == IdleGpus(followed).line()
     if (plan := followed.shown_plan) is not None:
         assert rank_health(stored, plan.layout) == rank_health(followed, plan.layout)

@@ -61,7 +61,7 @@ def ranks_of(text: str) -> tuple[frozenset[int], frozenset[int], frozenset[int]]
     LedgerError if `text` is not a LAYOUT."""
     try:
         ranks_in_layout = msgspec.json.decode(text, type=_Ranks)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, RecursionError, TypeError) as error:
         raise LedgerError(f"ledger: a plan's layout cannot be read: {error}; import the job again") from error
     ranks: dict[bool, set[int]] = {False: set(), True: set()}
     for d, replica in enumerate(ranks_in_layout.replicas):

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import re
 
+MAX_DIGITS = 18
+"""Most digits of a part of a name that is compared as a number."""
+
 
 def count_of(number: int, noun: str) -> str:
     """Return `1 rank` or `3 ranks`; the noun must form its plural with an s."""
@@ -12,6 +15,14 @@ def count_of(number: int, noun: str) -> str:
 
 
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Return a sort key for names that compares their numbers by value, so that n2 precedes n10."""
-    parts = [part for part in re.split(r"(\d+)", name) if part]
-    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts)
+    """Return a sort key for names that compares their numbers by value, so that n2 precedes n10.
+
+    Very long numbers are compared as text: Python refuses to convert them.
+    """
+    key: list[tuple[int, int, str]] = []
+    for part in re.split(r"(\d+)", name):
+        if part.isdecimal() and len(part) <= MAX_DIGITS:
+            key.append((0, int(part), ""))
+        elif part:
+            key.append((1, 0, part))
+    return tuple(key)

@@ -76,7 +76,7 @@ def lose_node(session: Session, job: models.JobRow, entry: journal.NodeLost, at:
     session.execute(
         update(models.MembershipRow)
         .where(served.job_id == job.id, served.node == node.node, served.lost_at.is_(None))
-        .values(lost_at=node.lost_at, lost_reason=node.lost_reason, how=entry.how)
+        .values(lost_at=node.lost_at, lost_reason=node.lost_reason, how=entry.how or None)
     )
 
 

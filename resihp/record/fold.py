@@ -131,7 +131,7 @@ def _places(
             record.nodes.setdefault(entry.node, KnownNode(entry.node, host="", devices=0)).alive = False
             if record.plan is None:
                 record.voters -= {entry.node}
-            record.lost[entry.node] = LostNode(entry.node, entry.reason, entry.how)
+            record.lost[entry.node] = LostNode(entry.node, entry.reason, entry.how or "silent")
             if entry.how != "vacated":
                 record.unexplained_nodes[entry.node] = entry.reason
         case WorkersOrdered():

@@ -85,12 +85,13 @@ class NodeLost(Entry, frozen=True, kw_only=True):
     """A node is no longer part of the job.
 
     `how`: `silent` if the node stopped answering; `agent` if its agent ended while the node still answers; `useless` if
-    all its devices are dead; `vacated` if an administrator drained it, which is not a failure.
+    all its devices are dead; `vacated` if an administrator drained it, which is not a failure. Empty, which means
+    `silent`, only in journals of development versions.
     """
 
     node: str
     reason: str
-    how: Literal["silent", "agent", "useless", "vacated"] = "silent"
+    how: Literal["", "silent", "agent", "useless", "vacated"] = "silent"
 
 
 class WorkersOrdered(Entry, frozen=True, kw_only=True):

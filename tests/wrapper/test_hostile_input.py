@@ -9,6 +9,7 @@ import time
 import tracemalloc
 import zlib
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +284,38 @@ def test_rows_that_make_no_sense_end_no_command_with_a_traceback(
         ("history", "cost", "--all"),
     ):
         result = resihp(*words, *ledger)
+        if result.exit_code != 0:
+            refusal(result)
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "value"),
+    [
+        ("failures", "ranks", "5"),
+        ("failures", "ranks", "[[1]]"),
+        ("suspicions", "ranks", "true"),
+        ("workers", "device", 3_000_000),
+        ("jobs", "gpus_per_node", 2**40),
+        ("nodes", "node", "9" * 5000),
+        ("jobs", "configuration", "[" * 100_000),
+        ("jobs", "model", "[" * 100_000),
+        ("jobs", "unwatched", "[" * 100_000),
+        ("jobs", "unwatched", "nothing"),
+        ("jobs", "detector", "not heard of"),
+    ],
+)
+def test_cells_that_make_no_sense_end_no_status_with_a_traceback(
+    exported: Path, fresh_home: Path, table: str, column: str, value: object
+) -> None:
+    """Of a running job, in a ledger that somebody else has written."""
+    evil = fresh_home / "evil.db"
+    shutil.copy(fresh_home / "source.db", evil)
+    with closing(sqlite3.connect(evil)) as connection, connection:
+        connection.execute("UPDATE jobs SET state = 'running'")
+        connection.execute("UPDATE OR IGNORE suspicions SET ended_at = NULL, outcome = NULL")
+        connection.execute(f"UPDATE OR IGNORE {table} SET {column} = ?", (value,))
+    for words in (("status",), ("history", "cost")):
+        result = resihp(*words, "--ledger", f"sqlite:///{evil}")
         if result.exit_code != 0:
             refusal(result)
 

@@ -1,6 +1,6 @@
 """The history of a job in memory: its nodes, workers, plans, failures, suspicions and probes. Decides nothing.
 
-There are two ways to build it, with equal results (tests/wrapper/output/test_job_history.py). `follow` takes records of
+There are two ways to build it, with equal results (tests/db/test_job_history.py). `follow` takes records of
 the journal, in order: used by the live view, hooks, traces, metrics and the progress file. `of_ledger` reads rows of a
 ledger: used by `status`, `report` and `history cost`. `rank_health` and `idle_gpus` derive the displayed states from
 it. Only the last `MAX_PLANS` plans are kept, and no iterations. Times are seconds since 1970.
@@ -16,7 +16,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from db.reading.costs.goodput import devices_of
+from resihp.errors import LedgerError
 from resihp.record import journal
 from resihp.record.fold import is_unfit_after
 from resihp.record.recovery import Moments, RecoveryTimes, first_of, recovery
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 Device = tuple[str, int]
 """(node, device index on the node)."""
+MAX_DEVICES = 4096
+"""Most devices of a node in a ledger: each device of each node is looked at."""
 MAX_PLANS = 64
 """Number of last plans that are kept. They show since when a GPU has had no work."""
 
@@ -103,8 +105,18 @@ class PastPlan:
     begins: int
     plan: Plan | None = None
     layout_json: str = ""
-    description: str = ""
-    """Text as from `Layout.describe`; empty for a plan from a journal."""
+    stored_description: str = ""
+    """The description of a plan from a ledger; empty for a plan from a journal."""
+
+    @cached_property
+    def description(self) -> str:
+        """Return the text of `Plan.describe`."""
+        return self.stored_description if self.plan is None else self.plan.describe()
+
+    @property
+    def computing(self) -> int:
+        """Count the ranks that compute."""
+        return len(self.ranks.active) if self.plan is None else len(self.plan.computing)
 
     @cached_property
     def ranks(self) -> RanksByRole:
@@ -133,6 +145,8 @@ class JobHistory:
     gpus_per_node: int = 0
     gpus_requested: int = 0
     """Number of GPUs of the requested layout."""
+    plans_kept: int = MAX_PLANS
+    """Number of last plans in effect to keep; of 16,384 ranks, each takes about 1 MB."""
     running: bool = True
     nodes: dict[str, PastNode] = field(default_factory=dict)
     workers: dict[int, PastWorker] = field(default_factory=dict)
@@ -143,7 +157,7 @@ class JobHistory:
     """Devices that failed their probe: the occasion of the probe (`start` or `join`), and the speed relative to their
     peers, None if it was not measured."""
     plans: list[PastPlan] = field(default_factory=list)
-    """The last plans that took effect, at most `MAX_PLANS`, oldest first."""
+    """The last plans that took effect, oldest first."""
     has_first_plan: bool = True
     """Whether the first of `plans` is the job's first plan."""
     proposed: PastPlan | None = None
@@ -151,8 +165,8 @@ class JobHistory:
     withdrawn."""
 
     @classmethod
-    def of_records(cls, records: Iterable[journal.Record]) -> JobHistory:
-        history = cls()
+    def of_records(cls, records: Iterable[journal.Record], plans_kept: int = MAX_PLANS) -> JobHistory:
+        history = cls(plans_kept=plans_kept)
         for record in records:
             history.follow(record)
         return history
@@ -165,19 +179,19 @@ class JobHistory:
 
         rows = rows or watched.read(reader, job)
         history = cls(running=job["state"] == "running")
-        history.nodes_requested, history.gpus_per_node = job["nodes"], job["gpus_per_node"]
-        history.gpus_requested = devices_of(history.nodes_requested, history.gpus_per_node, _decoded(job))
+        history.nodes_requested, history.gpus_per_node = job["nodes"], _count_of_devices(job["gpus_per_node"])
+        history._request(_decoded(job))
         for row in rows.nodes:
             history.nodes[row["node"]] = PastNode(_seconds(row["joined_at"]), _seconds(row["lost_at"]))
         for row in rows.workers:
             history.workers[row["rank"]] = PastWorker(
-                row["node"], row["device"], row["ended_at"] is not None, row["exit"]
+                row["node"], _count_of_devices(row["device"]), row["ended_at"] is not None, row["exit"]
             )
         for row in rows.failures:
             history.failures[row["failure"]] = PastFailure(
                 kind=row["kind"],
                 component=row["component"],
-                ranks=tuple(row["ranks"]),
+                ranks=ranks_in(row["ranks"], "a failure"),
                 node=row["node"],
                 device=row["device"],
                 speed=row["speed"],
@@ -185,7 +199,9 @@ class JobHistory:
                 ended=row["ended_iteration"] is not None,
             )
         for row in rows.suspicions:
-            history.suspicions[row["suspicion"]] = OpenSuspicion(row["component"], tuple(row["ranks"]))
+            history.suspicions[row["suspicion"]] = OpenSuspicion(
+                row["component"], ranks_in(row["ranks"], "a suspicion")
+            )
         for row in rows.probes:
             history._probe(row["node"], row["device"], row["occasion"], row["speed"], passed=row["passed"])
         in_effect = [row for row in rows.plans if row["in_effect_at"] is not None]
@@ -203,7 +219,7 @@ class JobHistory:
         return self.plans[-1] if self.plans else self.proposed
 
     def plan(self, epoch: int) -> PastPlan | None:
-        """Return the plan of this epoch; None if it is unknown, or older than the last `MAX_PLANS` plans."""
+        """Return the plan of this epoch; None if it is unknown, or too old to be kept."""
         if self.proposed is not None and self.proposed.epoch == epoch:
             return self.proposed
         return next((plan for plan in reversed(self.plans) if plan.epoch == epoch), None)
@@ -217,7 +233,7 @@ class JobHistory:
         match entry:
             case journal.JobStarted():
                 self.nodes_requested, self.gpus_per_node = entry.nodes, entry.gpus_per_node
-                self.gpus_requested = devices_of(entry.nodes, entry.gpus_per_node, entry.configuration)
+                self._request(entry.configuration)
             case journal.LeaderChosen():
                 self.running = True
             case journal.JobEnded():
@@ -266,6 +282,11 @@ class JobHistory:
                 if entry.failure in self.failures:
                     self.failures[entry.failure] = self.failures[entry.failure]._replace(ended=True)
 
+    def _request(self, configuration: object) -> None:
+        from db.reading.costs.goodput import devices_of  # slow to import, and read with every configuration with hooks
+
+        self.gpus_requested = devices_of(self.nodes_requested, self.gpus_per_node, configuration)
+
     def recovery(self, entry: journal.Reconfigured, at: float) -> RecoveryTimes | None:
         """Return the recovery times for a change of plan: of all failures that it mended, taken together. `at`: the
         time of its record.
@@ -292,8 +313,8 @@ class JobHistory:
     def _take_effect(self, epoch: int) -> None:
         if self.proposed is None or self.proposed.epoch != epoch:
             return
-        self.has_first_plan = self.has_first_plan and len(self.plans) < MAX_PLANS
-        self.plans = [*self.plans[1 - MAX_PLANS :], self.proposed]
+        self.has_first_plan = self.has_first_plan and len(self.plans) < self.plans_kept
+        self.plans = [*self.plans, self.proposed][-self.plans_kept :]
         self.proposed = None
 
     def _probe(self, node: str, device: int, occasion: str, speed: float | None, *, passed: bool) -> None:
@@ -308,7 +329,9 @@ class JobHistory:
 
 
 def _plan_of(row: Row) -> PastPlan:
-    return PastPlan(row["epoch"], row["next_iteration"], layout_json=row["layout_json"], description=row["description"])
+    return PastPlan(
+        row["epoch"], row["next_iteration"], layout_json=row["layout_json"], stored_description=row["description"]
+    )
 
 
 def _seconds(time: datetime | None) -> float | None:
@@ -319,5 +342,19 @@ def _decoded(job: Row) -> object:
     """Return the job's configuration; empty if it cannot be decoded."""
     try:
         return json.loads(job.get("configuration") or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
+
+
+def ranks_in(value: object, subject: str) -> tuple[int, ...]:
+    """Return the ranks of a decoded cell. Raises LedgerError for anything else: imported rows may hold any value."""
+    if not isinstance(value, list) or not all(isinstance(rank, int) and rank >= 0 for rank in value):
+        raise LedgerError(f"ledger: the ranks of {subject} are not a list of numbers; import the job again")
+    return tuple(value)
+
+
+def _count_of_devices(value: object) -> int:
+    """Return a number of devices, or the index of one. Raises LedgerError for one that no node has."""
+    if not isinstance(value, int) or not 0 <= value <= MAX_DEVICES:
+        raise LedgerError(f"ledger: a node has no device {value!r}; import the job again")
+    return value

@@ -42,7 +42,7 @@ def goal(model: str | None) -> Goal:
     """Return a job's goal from the column `model` of its row in the ledger."""
     try:
         return msgspec.json.decode(model or "{}", type=Goal)
-    except (msgspec.DecodeError, UnicodeError):
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         return Goal()
 
 

@@ -37,6 +37,8 @@ BUCKETS_S = (
 """Upper bounds, in seconds, of the histogram of iteration times. They are the same for all jobs, so that histograms of
 several jobs can be added up. From 0.1 s on, each bound is about a quarter above the previous one (ISO 3, R10), so a
 quantile is wrong by at most a quarter."""
+PLANS_KEPT = 8
+"""Number of plans of which iterations may still be committed."""
 RANK_STATES = ("active", "standby", "starting", "slow", "suspected", "ended")
 
 
@@ -79,7 +81,7 @@ class Figures:
     """Number of committed iterations whose time is unknown, because no rank that reports times survived."""
     last_seconds: float | None = None
     predicted_seconds: float | None = None
-    history: JobHistory = field(default_factory=JobHistory)
+    history: JobHistory = field(default_factory=lambda: JobHistory(plans_kept=PLANS_KEPT))
     ended: int = 0
     """Number of workers that have ended, including workers of ranks that were started again."""
     nodes_lost: int = 0
@@ -145,7 +147,7 @@ class Figures:
         requested, plan = self.history.gpus_requested, self.history.plan(epoch)
         if not requested or plan is None:
             return 0.0
-        return max(1.0 - len(plan.ranks.active) / requested, 0.0)
+        return max(1.0 - plan.computing / requested, 0.0)
 
     def ranks(self) -> dict[str, int]:
         """Return the number of ranks in each state. Each rank counts once; a running rank without a role in the plan in

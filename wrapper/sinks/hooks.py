@@ -155,7 +155,7 @@ class Hook:
         self._noted = noted
         self._delivered: int | None = None if past else 0
         self._queue = BackgroundQueue(f"hook {name}", self._deliver, say, pauses_s=pauses_s)
-        self._history = history or JobHistory()
+        self._history = history or JobHistory(plans_kept=1)
         waiting = deque((event for record in past if (event := self._event(record)) is not None), maxlen=MAX_WAITING)
         for event in waiting:
             self._queue.put(event)

@@ -67,7 +67,7 @@ class ProgressFileWriter:
         """The job's id, from the first record of its journal; empty once it is written to job.json."""
         self._clock = clock
         self._progress = ProgressFile(began_at=0.0, written_at=0.0, nodes=0, gpus_per_node=0)
-        self._history = history or JobHistory()
+        self._history = history or JobHistory(plans_kept=1)
         self._shown_plan: PastPlan | None = None
         for record in past:
             self._follow(record)
@@ -98,7 +98,7 @@ class ProgressFileWriter:
         self._history.follow(record)
         if (plan := self._history.shown_plan) is not self._shown_plan:
             self._shown_plan = plan
-            layout = "" if plan is None else plan.layout.describe()
+            layout = "" if plan is None else plan.description
             self._progress = msgspec.structs.replace(self._progress, layout=layout)
 
     def _run(self) -> None:

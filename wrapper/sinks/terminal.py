@@ -289,7 +289,7 @@ class LiveView:
         """Describe a recovery: the total time since the failure, as in `JobHistory.recovery`, and the time of each
         phase."""
         plan = self._history.shown_plan
-        layout = plan.layout.describe() if plan is not None else f"epoch {entry.epoch}"
+        layout = plan.description if plan is not None else f"epoch {entry.epoch}"
         after_last_iteration = 0 < self._goal < self._next
         iteration = {
             "redo": "the last evaluation redone" if after_last_iteration else f"iteration {self._next} redone",
@@ -364,7 +364,7 @@ class LiveView:
                 parts.append(Text(meaning, style="dim"))
         if self._event:
             parts.append(Text(self._event, style="dim", no_wrap=True, overflow="ellipsis"))
-        described = "" if layout is None else f", {layout.describe()}"
+        described = "" if plan is None else f", {plan.description}"
         title = Text(f"job {literal(self._settings.job)}{described}", no_wrap=True, overflow="ellipsis")
         return Panel(Group(*parts), title=title, title_align="left", width=width)
 

@@ -42,7 +42,7 @@ def dead_nodes(job: Job) -> set[str]:
         losses = [record.entry for record in job.records() if isinstance(record.entry, NodeLost)]
     except (ResihpError, OSError):
         return set()
-    return {loss.node for loss in losses if loss.how == "silent"}
+    return {loss.node for loss in losses if loss.how in ("", "silent")}
 
 
 def until_noticed(

@@ -155,7 +155,7 @@ async def supervise_with(
             loop.call_soon_threadsafe(view.output, lines, left_out)
 
     past = takeover.records if takeover else ()
-    history = JobHistory.of_records(past)
+    history = JobHistory.of_records(past, plans_kept=1)
     comment, first = JobComment(request, past), FirstRank(job.logs, show, past)
     progress = ProgressFileWriter(job, past, history=history)
     others = [*listeners(request, ledger, warn, past, history), comment, first, progress]

@@ -21,10 +21,11 @@ from resihp.record.journal import (
     NodeLost,
     PlanInEffect,
     ProbesTaken,
+    Record,
     WorkerStarted,
 )
 from resihp.record.journal_file import Journal, read, torn_bytes
-from resihp.record.journal_format import MAGIC
+from resihp.record.journal_format import MAGIC, decode, encode
 from resihp.settings import Settings
 from tests.resihp.record.test_journal import ENTRIES
 
@@ -104,6 +105,13 @@ def test_a_probe_that_could_not_be_made_does_not_make_a_device_fit() -> None:
     not_measured = probed("standby", fit=True, speed=None)
     assert fold((set_aside, not_measured)).unfit == {("n1", 0)}
     assert fold((set_aside, probed("standby", fit=True, speed=1.0))).unfit == set()
+
+
+def test_a_node_was_lost_silently_unless_the_entry_says_otherwise() -> None:
+    """Journals of development versions hold an empty word; one such record made a whole journal unreadable."""
+    record = decode(encode(Record(1, 0.0, NodeLost(node="n1", reason="connection closed for 5 s", how=""))))
+    assert fold([record.entry]).lost["n1"].how == "silent"
+    assert fold([NodeLost(node="n1", reason="drained", how="vacated")]).lost["n1"].how == "vacated"
 
 
 def test_what_older_entries_left_to_words() -> None:

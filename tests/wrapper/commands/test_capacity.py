@@ -242,9 +242,12 @@ def test_a_mirror_computes_nothing_so_its_gpus_count_as_idle() -> None:
     assert {row["cause"]: row["seconds"] for row in rows("cost", job.name)}["idle"] == pytest.approx(2.5, abs=1e-3)
     [row] = rows("plans", job.name)
     assert (row["active"], row["standby"], row["layout"]["mirrors"]) == (6, 2, [3])
-    entries = enumerate(with_mirror(job.name), 1)
-    figures = followed(journal.Record(seq, 1e9 + at, entry) for seq, (entry, at) in entries)
-    assert figures.goodput(1e9 + 12.0) == pytest.approx(0.75, abs=1e-4)
+    records = [journal.Record(seq, 1e9 + at, entry) for seq, (entry, at) in enumerate(with_mirror(job.name), 1)]
+    assert followed(records).goodput(1e9 + 12.0) == pytest.approx(0.75, abs=1e-4)
+    followed_plan = JobHistory.of_records(records).shown_plan
+    assert followed_plan is not None
+    assert followed_plan.description == row["description"] == state["description"]
+    assert "mirror" in row["description"]
 
 
 def test_since_when_and_why_each_has_no_work() -> None:

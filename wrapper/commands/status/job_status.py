@@ -15,7 +15,7 @@ from db.reading import watched
 from db.reading.costs.summary import summarise
 from wrapper.output.answers import SCHEMA
 from wrapper.output.idle_gpus import IdleGpus
-from wrapper.output.job_history import JobHistory
+from wrapper.output.job_history import JobHistory, ranks_in
 from wrapper.output.progress import RECENT_ITERATIONS, goal, progress
 from wrapper.output.rank_health import rank_health
 from wrapper.output.shells import shells
@@ -75,7 +75,7 @@ def job_status(
         "description": None if plan is None else plan.description,
         "layout": None if plan is None else reader.decoded(plan.layout_json, "layout"),
         "detector": detector(row),
-        "unwatched": json.loads(row["unwatched"] or "[]"),
+        "unwatched": ranks_in(reader.decoded(row["unwatched"] or "[]", "unwatched"), "a job"),
         "health": {
             str(rank): state for rank, state in rank_health(history, None if plan is None else plan.layout).items()
         },
@@ -120,7 +120,7 @@ def detector(row: dict[str, Any]) -> str:
     off."""
     try:
         configuration = json.loads(row["configuration"] or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         configuration = {}
     adapt = configuration.get("adapt") if isinstance(configuration, dict) else None
     off = isinstance(adapt, dict) and adapt.get("detect") is False

@@ -118,7 +118,8 @@ def nodes_line(state: dict[str, Any]) -> str:
 def detector_line(state: dict[str, Any]) -> Text:
     """Return the detector's state, and the ranks that it does not watch: a detector without data must not look
     healthy."""
-    line = Text(f"detector: {DETECTORS[state['detector']]}", style="" if state["detector"] == "workload" else "yellow")
+    judging = DETECTORS.get(state["detector"], literal(str(state["detector"])))
+    line = Text(f"detector: {judging}", style="" if state["detector"] == "workload" else "yellow")
     if state["unwatched"]:
         line.append(f"; not watched: {rank_list(state['unwatched'])}", style="yellow")
     return line

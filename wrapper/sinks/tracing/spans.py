@@ -76,7 +76,7 @@ class Story:
     traces that the record completes."""
 
     def __init__(self) -> None:
-        self._history = JobHistory()
+        self._history = JobHistory(plans_kept=1)
         self._of_job: dict[str, Value] = {}
         self._began = 0.0
         self._open: dict[int, _Failure] = {}

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import msgspec
 from sqlalchemy import select
 
 from db.models import DeviceRow, MembershipRow
 from db.reading.plans import promises
 from db.reading.reader import Reader
-from db.reading.tables import Row
+from db.reading.tables import Row, object_in
 
 SIGNIFICANT_ERRORS = 2.0
 """Number of standard errors that a difference must exceed to be reported as a difference."""
@@ -74,7 +73,7 @@ def _facts(*jobs: tuple[Reader, Row]) -> Iterator[Row]:
         ("NIC firmware", MembershipRow, "nic_firmware"),
     ):
         yield _row(label, *(_kinds(reader, model, column, job) for reader, job in jobs))
-    mine, theirs = (dict(_flat(_decoded(job["configuration"]))) for _, job in jobs)
+    mine, theirs = (dict(_flat(object_in(job["configuration"]))) for _, job in jobs)
     for name in sorted({*mine, *theirs}):
         yield _row(name, mine.get(name), theirs.get(name))
 
@@ -106,15 +105,7 @@ def _flat(content: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, An
 
 
 def _work(job: Row) -> object:
-    return _decoded(job["model"]).get("model")
-
-
-def _decoded(content: str | None) -> dict[str, Any]:
-    """Decode a JSON column. Imported rows may be malformed; malformed values count as empty."""
-    try:
-        return msgspec.json.decode(content or "{}", type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return {}
+    return object_in(job["model"]).get("model")
 
 
 def _iterations(reader: Reader, job: Row) -> list[Row]:

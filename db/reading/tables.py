@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from sqlalchemy import ColumnElement, Float, FromClause, Select, case, exists, func, null, select
 from sqlalchemy import cast as sql_cast
 from sqlalchemy.orm import aliased
@@ -191,3 +192,11 @@ def with_times(failure: Row) -> Row:
         failure["seconds_to_recover"] = mended.seconds_to_recover
         failure["seconds_without_noticing"] = mended.seconds_without_noticing
     return failure
+
+
+def object_in(content: str | None) -> dict[str, Any]:
+    """Decode a JSON object in a cell. Imported rows may hold anything: all else counts as an empty object."""
+    try:
+        return msgspec.json.decode(content or "{}", type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return {}

@@ -120,16 +120,15 @@ def _supervisor_answer(name: str | None, job: Row, rank: int) -> Row | None:
 
 def _last_known(reader: Reader, job: Row, rank: int, verdicts: list[Row]) -> Row:
     """Return the same figures as the supervisor's answer from the ledger, if no supervisor can be queried."""
-    import json
-
     from wrapper.commands.status.job_status import detector
+    from wrapper.output.job_history import ranks_in
 
     scores = reader.rows("scores", job["id"], rank=rank, last=1)
     last = scores[-1] if scores else {"iteration": None, "level": None, "evidence": None}
     return {
         "iteration": last["iteration"],
         "detector": detector(job),
-        "unwatched": rank in json.loads(job["unwatched"] or "[]"),
+        "unwatched": rank in ranks_in(reader.decoded(job["unwatched"] or "[]", "unwatched"), "a job"),
         "level": last["level"],
         "evidence": last["evidence"],
         "slow": any(row["ended_iteration"] is None for row in verdicts if row["component"] == "device"),

@@ -8,7 +8,6 @@ it. Only the last `MAX_PLANS` plans are kept, and no iterations. Times are secon
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
@@ -176,11 +175,12 @@ class JobHistory:
         """Return the history of a job from its ledger. `job`: the job's row; `rows`: the result of
         `db.reading.watched.read`, if the caller has it already."""
         from db.reading import watched
+        from db.reading.tables import object_in
 
         rows = rows or watched.read(reader, job)
         history = cls(running=job["state"] == "running")
         history.nodes_requested, history.gpus_per_node = job["nodes"], _count_of_devices(job["gpus_per_node"])
-        history._request(_decoded(job))
+        history._request(object_in(job.get("configuration")))
         for row in rows.nodes:
             history.nodes[row["node"]] = PastNode(_seconds(row["joined_at"]), _seconds(row["lost_at"]))
         for row in rows.workers:
@@ -336,14 +336,6 @@ def _plan_of(row: Row) -> PastPlan:
 
 def _seconds(time: datetime | None) -> float | None:
     return None if time is None else time.timestamp()
-
-
-def _decoded(job: Row) -> object:
-    """Return the job's configuration; empty if it cannot be decoded."""
-    try:
-        return json.loads(job.get("configuration") or "{}")
-    except (ValueError, RecursionError):
-        return {}
 
 
 def ranks_in(value: object, subject: str) -> tuple[int, ...]:

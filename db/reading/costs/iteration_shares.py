@@ -6,7 +6,6 @@ Called by `job_timeline`, `summary` and `db.reading.iterations.why`.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from db.reading.costs.timeline import (
 )
 from db.reading.iterations.excess import MAX_TRUSTED_RATIO, MIN_ITERATIONS
 from db.reading.plans.idle_epochs import idle_epochs
+from db.reading.tables import object_in
 
 Row = dict[str, Any]
 
@@ -91,11 +91,7 @@ def _prediction_ratio(well: Sequence[Row]) -> float:
 
 def asked_devices(job: Row) -> int:
     """Return the number of devices in the requested layout, from a job's row."""
-    try:
-        configuration = json.loads(job.get("configuration") or "{}")
-    except ValueError:
-        configuration = {}
-    return devices_of(job["nodes"], job["gpus_per_node"], configuration)
+    return devices_of(job["nodes"], job["gpus_per_node"], object_in(job.get("configuration")))
 
 
 def work_by_iteration(

@@ -33,7 +33,7 @@ def explanations(job: Row, plans: Sequence[Row], nodes: Mapping[int, str]) -> di
     if job["model"] is None:
         return {}
     by_epoch: dict[int, Explanation] = {}
-    with suppress(ResihpError, msgspec.MsgspecError, ValueError, TypeError):
+    with suppress(ResihpError, msgspec.MsgspecError, ValueError, TypeError, RecursionError):
         declared = msgspec.json.decode(job["model"], type=Declare)
         configuration = json.loads(job["configuration"])
         first = next((row for row in plans if row["action"] == "start"), None)

@@ -90,7 +90,7 @@ def _share(job: Row, first: Row, before: Row, row: Row, nodes: Mapping[int, str]
     """Return the share of the time under a plan that one more node would have saved; None if unknown."""
     if job["model"] is None or row["basis"] is None:
         return None
-    with suppress(ResihpError, msgspec.MsgspecError, ValueError, TypeError, KeyError):
+    with suppress(ResihpError, msgspec.MsgspecError, ValueError, TypeError, KeyError, RecursionError):
         from resihp.scheduler.cost.prices import iteration_seconds
 
         declared = msgspec.json.decode(job["model"], type=Declare)

@@ -12,6 +12,7 @@ import msgspec
 from db.reading.costs.cost_accounts import Account
 from db.reading.iterations.scores import Scores, scores
 from db.reading.plans.promises import promises
+from db.reading.tables import object_in
 from wrapper.commands.report.runs import Total
 from wrapper.output.idle_gpus import IdleGpus
 from wrapper.output.job_history import JobHistory
@@ -115,11 +116,7 @@ def _to_explain(plans: Sequence[Row]) -> list[Row]:
 
 def _decoded(text: str | None) -> Mapping[str, Any] | None:
     """Return a JSON object that the ledger stores as text; None if the text is not a JSON object."""
-    try:
-        decoded = json.loads(text or "null")
-    except ValueError:
-        return None
-    return decoded if isinstance(decoded, dict) else None
+    return object_in(text) or None
 
 
 def _command(text: str) -> str:
@@ -128,6 +125,6 @@ def _command(text: str) -> str:
 
     try:
         words = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return shlex.join(map(str, words)) if isinstance(words, list) else text

@@ -5,7 +5,6 @@ Reads only. Called by `wrapper.commands.status.command` and `wrapper.commands.wa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from db.reading import watched
 from db.reading.costs.summary import summarise
+from db.reading.tables import object_in
 from wrapper.output.answers import SCHEMA
 from wrapper.output.idle_gpus import IdleGpus
 from wrapper.output.job_history import JobHistory, ranks_in
@@ -118,11 +118,7 @@ def _where_it_is_now(checkpoint: dict[str, Any], folder: str | None) -> dict[str
 def detector(row: dict[str, Any]) -> str:
     """Return the data by which the job's detector judges, as in `journal.CoverageChanged`; "off" if the detector is
     off."""
-    try:
-        configuration = json.loads(row["configuration"] or "{}")
-    except (ValueError, RecursionError):
-        configuration = {}
-    adapt = configuration.get("adapt") if isinstance(configuration, dict) else None
+    adapt = object_in(row["configuration"]).get("adapt")
     off = isinstance(adapt, dict) and adapt.get("detect") is False
     return "off" if off else row["detector"] or "warming up"
 

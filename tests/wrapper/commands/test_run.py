@@ -298,7 +298,8 @@ def test_help_is_quick_and_imports_nothing_heavy(fresh_home: Path) -> None:
         assert done.returncode == 0
     assert "run" in done.stdout
     assert min(times) < 0.5
-    probe = "import sys, wrapper.cli; print({'torch', 'pandas', 'sqlalchemy', 'pydantic', 'numpy'} & set(sys.modules))"
+    heavy = "{'torch', 'pandas', 'sqlalchemy', 'pydantic', 'numpy'}"
+    probe = f"import sys, wrapper.cli, wrapper.sinks.hooks; print({heavy} & set(sys.modules))"
     loaded = subprocess.run([sys.executable, "-P", "-c", probe], capture_output=True, text=True, check=True)
     assert loaded.stdout == "set()\n"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = sorted(path.stem for path in ROOT.glob("benchmarks/*.py") if '__name__ == "__main__"' in path.read_text())
+BENCHMARKS = sorted(path.stem for path in ROOT.glob("benchmarks/*.py") if '__name__ == "__main__"' in path.read_text())
 AS_FILES = """
 import runpy, sys
 root, *names = sys.argv[1:]
@@ -31,7 +31,7 @@ for name in names:
 
 @pytest.mark.parametrize("script", [AS_FILES, AS_MODULES], ids=["as files", "as modules"])
 def test_benchmarks_find_what_they_import(script: str, tmp_path: Path) -> None:
-    assert PROGRAMS
-    command = [sys.executable, "-c", script, str(ROOT), *PROGRAMS]
+    assert BENCHMARKS
+    command = [sys.executable, "-c", script, str(ROOT), *BENCHMARKS]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

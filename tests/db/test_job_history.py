@@ -26,7 +26,7 @@ from wrapper.output.idle_gpus import IdleGpus
 from wrapper.output.job_history import JobHistory, PastPlan
 from wrapper.output.rank_health import rank_health
 
-SEEDS = range(max(2, int(os.environ.get("RESIHP_FUZZ_SEEDS", "500")) // 125))
+HISTORY_SEEDS = range(max(2, int(os.environ.get("RESIHP_FUZZ_SEEDS", "500")) // 125))
 DRAWS: Sequence[Callable[[int], Scenario]] = (
     draw_plain,
     draw_stormy,
@@ -103,10 +103,10 @@ def test_followed_and_stored_histories_are_equal(
 ) -> None:
     """At the end of a job, and at two moments before."""
     compared = 0
-    for seed in SEEDS:
+    for seed in HISTORY_SEEDS:
         records = records_of(draw(seed), "")
         for until in {len(records), 2 * len(records) // 3, len(records) // 2} - {0}:
             first = msgspec.structs.replace(records[0].entry, job=f"local-{seed}-{until}")
             check([msgspec.structs.replace(records[0], entry=first), *records[1:until]], tmp_path, ledger_url)
             compared += 1
-    assert compared >= 2 * len(SEEDS)
+    assert compared >= 2 * len(HISTORY_SEEDS)

@@ -165,6 +165,7 @@ class JobHistory:
 
     @classmethod
     def of_records(cls, records: Iterable[journal.Record], plans_kept: int = MAX_PLANS) -> JobHistory:
+        """Return the history after these records of a journal, which are in order."""
         history = cls(plans_kept=plans_kept)
         for record in records:
             history.follow(record)
@@ -179,13 +180,13 @@ class JobHistory:
 
         rows = rows or watched.read(reader, job)
         history = cls(running=job["state"] == "running")
-        history.nodes_requested, history.gpus_per_node = job["nodes"], _count_of_devices(job["gpus_per_node"])
+        history.nodes_requested, history.gpus_per_node = job["nodes"], _checked_device(job["gpus_per_node"])
         history._request(object_in(job.get("configuration")))
         for row in rows.nodes:
             history.nodes[row["node"]] = PastNode(_seconds(row["joined_at"]), _seconds(row["lost_at"]))
         for row in rows.workers:
             history.workers[row["rank"]] = PastWorker(
-                row["node"], _count_of_devices(row["device"]), row["ended_at"] is not None, row["exit"]
+                row["node"], _checked_device(row["device"]), row["ended_at"] is not None, row["exit"]
             )
         for row in rows.failures:
             history.failures[row["failure"]] = PastFailure(
@@ -214,8 +215,8 @@ class JobHistory:
 
     @property
     def shown_plan(self) -> PastPlan | None:
-        """The plan to show: the one in effect, or the proposed plan before the first one is in effect; None before any
-        plan."""
+        """The plan that `resihp status` and the live view show: the one in effect; before the first, the one proposed;
+        None before any."""
         return self.plans[-1] if self.plans else self.proposed
 
     def plan(self, epoch: int) -> PastPlan | None:
@@ -239,7 +240,7 @@ class JobHistory:
             case journal.JobEnded():
                 self.running = False
             case journal.NodeJoined() | journal.NodeLost() | journal.WorkerStarted() | journal.WorkerEnded():
-                self._change_places(entry, at)
+                self._follow_member(entry, at)
             case journal.PlanDecided():
                 self.proposed = PastPlan(entry.plan.epoch, entry.next_iteration, entry.plan)
             case journal.PlanRefused() | journal.PlanWithdrawn():
@@ -248,9 +249,9 @@ class JobHistory:
             case journal.PlanInEffect() | journal.IterationCommitted() | journal.IterationsPacked():
                 self._take_effect(entry.epoch)
             case _:
-                self._doubt(entry, at)
+                self._follow_trouble(entry, at)
 
-    def _change_places(
+    def _follow_member(
         self, entry: journal.NodeJoined | journal.NodeLost | journal.WorkerStarted | journal.WorkerEnded, at: float
     ) -> None:
         match entry:
@@ -265,7 +266,7 @@ class JobHistory:
                 if entry.rank in self.workers:
                     self.workers[entry.rank] = self.workers[entry.rank]._replace(ended=True, exit=entry.exit)
 
-    def _doubt(self, entry: journal.AnyEntry, at: float) -> None:
+    def _follow_trouble(self, entry: journal.AnyEntry, at: float) -> None:
         """Update the history with one entry about probes, suspicions or failures."""
         match entry:
             case journal.ProbesTaken():
@@ -345,8 +346,8 @@ def ranks_in(value: object, subject: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _count_of_devices(value: object) -> int:
-    """Return a number of devices, or the index of one. Raises LedgerError for one that no node has."""
+def _checked_device(value: object) -> int:
+    """Return the index of a device, or the number of devices of a node. Raises LedgerError if it is not plausible."""
     if not isinstance(value, int) or not 0 <= value <= MAX_DEVICES:
         raise LedgerError(f"ledger: a node has no device {value!r}; import the job again")
     return value

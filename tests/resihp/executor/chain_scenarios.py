@@ -7,7 +7,7 @@ import itertools
 import random
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -17,7 +17,7 @@ from scenarios import CONFIGS, MICRO_BATCHES, SEQUENCE, TIMEOUT_S, VOCAB, Corpus
 
 from resihp.executor.engine import Engine
 from resihp.executor.group_store import TorchRendezvous
-from resihp.executor.state import checkpoint
+from resihp.executor.state import checkpoint, parameters
 from resihp.executor.state.optimizer import AdamW
 from resihp.parallelism import transfers
 from resihp.parallelism.layout import Layout, Replica, Stage
@@ -163,7 +163,7 @@ def random_survivors(rng: random.Random, plan: Plan, engine: Engine, world: int)
     return tuple(survivors)
 
 
-def engine_for(rng: random.Random, kind: str, recompute: str) -> Engine:
+def engine_for(kind: str, recompute: str, *, tied: bool) -> Engine:
     recomputation: dict[str, Any] = {
         "none": {},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
@@ -189,7 +189,7 @@ def engine_for(rng: random.Random, kind: str, recompute: str) -> Engine:
         optimizer=AdamW(lr=1e-2),
         seed=7,
         sequence=SEQUENCE,
-        tied=rng.random() < 0.5,
+        tied=tied,
         vocab_multiple=16,
         evaluation=Evaluation(_SmallerVocabulary(), every=1, iterations=2),
     )
@@ -231,17 +231,14 @@ def chain(
         program.buckets = functools.partial(program.buckets, bucket_bytes=4000)
     rng, world = random.Random(seed), ranks
     keys = store.keys()
-    state = rng.getstate()
-    engine = engine_for(rng, kind, recompute)
-    rng.setstate(state)
-    serial = engine_for(rng, kind, "none")
+    tied = rng.random() < 0.5
+    engine = engine_for(kind, recompute, tied=tied)
+    serial = SerialModel(engine_for(kind, "none", tied=tied) if rank == 0 else None, keys, Path(root))
     engine._strict = strict
-    alone = Plan(epoch=1, layout=Layout.uniform(tp=1, pp=1, dp=1, layers=LAYERS), assignment=spread(MICRO_BATCHES, 1))
-    serial.adopt(alone, 0)
-    serial.connect(alone, 0, TorchRendezvous(torch.distributed.HashStore()), TIMEOUT_S)
     nodes = {r: f"n{r // 2}" for r in range(world)}
     base: Base | None = None
     worst, moved, told, work, mirrors = 0.0, 0, [], 0, 0
+    held = serial.hold(0)
     for k in range(1, plans + 1):
         plan = random_plan(rng, k, world, vacant=vacant and k % 2 == 1)
         told.append(
@@ -252,20 +249,22 @@ def chain(
         engine.adopt(plan, rank, base, nodes)
         engine.connect(plan, rank, store, TIMEOUT_S)
         if base is not None:
-            moved += engine.move(plan, Watcher(), k - 1, serial.updates)
+            moved += engine.move(plan, Watcher(), k - 1, held.updates)
             engine.begin(k)
-        _equal_to_the_bit(engine, serial, told)
+        _compare_state(engine, held, told)
         if engine.state is not None:
             programs = engine.prepare(plan, rank).programs
             work += sum(isinstance(i, Compute) for i in programs[rank])
+            expected = serial.train(k)
             found, tokens = engine.evaluate(plan, Watcher())
-            due, its_tokens = serial.evaluate(alone, Watcher())
-            assert (tokens, abs(found - due) <= 1e-5 * due) == (its_tokens, True), (told, found, due)
+            close = abs(found - expected.evaluated) <= 1e-5 * expected.evaluated
+            assert (tokens, close) == (expected.tokens, True), (told, found, expected.evaluated)
             outcome = engine.run(plan, k, Watcher())
-            expected = serial.run(alone, k, Watcher())
-            assert abs(outcome.loss - expected.loss) <= 1e-5 * abs(expected.loss), (told, outcome, expected)
-            worst = max(worst, _compare_gradients(engine, serial, told))
+            assert abs(outcome.loss - expected.loss) <= 1e-5 * abs(expected.loss), (told, outcome, expected.loss)
+            worst = max(worst, _compare_gradients(engine, expected.gradients, told))
             engine.step(outcome)
+        elif rank == 0:
+            serial.train(k)
         folder = checkpoints.folder_of(Path(root), k)
         writer = k % len(plan.layout.replicas)  # with any replica all of the state can be written
         if rank in plan.layout.model_copy(writer).ranks:
@@ -274,38 +273,114 @@ def chain(
         if rank == 0:
             files = [(path.name, path.stat().st_size) for path in sorted(folder.glob("part-*"))]
             checkpoints.write_manifest(folder, k, files)
-        _barrier(keys, f"written/{k}", world)
-        serial.disconnect()
-        checkpoint.load(serial, folder)
-        serial.connect(alone, 0, TorchRendezvous(torch.distributed.HashStore()), TIMEOUT_S)
-        _equal_to_the_bit(engine, serial, told)
+            serial.load(folder)
+        held = serial.hold(k)
+        _compare_state(engine, held, told)
         engine.disconnect()
         survivors = random_survivors(rng, plan, engine, world)
         base = Base(epoch=k, layout=plan.layout, survivors=survivors)
     return {"worst": worst, "moved": moved, "told": told, "work": work, "mirrors": mirrors}
 
 
-def _equal_to_the_bit(engine: Engine, serial: Engine, told: list[str]) -> None:
-    """Every slice of value and moments that this rank holds is the one that stayed."""
+class Held(NamedTuple):
+    """What the serial model holds: updates made so far, and each parameter's value and moments, by name and kind."""
+
+    updates: int
+    tensors: dict[str, dict[str, torch.Tensor]]
+
+
+class Trained(NamedTuple):
+    """One iteration of the serial model: its evaluation and the tokens of it, its loss, and whole gradients by name."""
+
+    evaluated: float
+    tokens: int
+    loss: float
+    gradients: dict[str, torch.Tensor]
+
+
+class SerialModel:
+    """The model that everything is compared with. Rank 0 trains it; the other ranks read its files below `root`.
+
+    `keys` is the store in which rank 0 says that a file is there. Each method is called by all ranks that want its
+    answer, and by rank 0.
+    """
+
+    def __init__(self, engine: Engine | None, keys: Any, root: Path) -> None:
+        self._engine, self._keys, self._root = engine, keys, root
+        self._plan = Plan(
+            epoch=1, layout=Layout.uniform(tp=1, pp=1, dp=1, layers=LAYERS), assignment=spread(MICRO_BATCHES, 1)
+        )
+        if engine is not None:
+            engine.adopt(self._plan, 0)
+            self._connect(engine)
+
+    def hold(self, k: int) -> Held:
+        """Return the state after iteration `k`."""
+        if self._engine is None:
+            return Held(*self._read(f"state-{k}"))
+        state = self._engine.state
+        assert state is not None
+        tensors = {
+            name: {kind: tensor.detach().clone() for kind, tensor in state.optimizer.tensors(name).items()}
+            for name in state.specs
+        }
+        held = Held(self._engine.updates, tensors)
+        self._write(f"state-{k}", held)
+        return held
+
+    def train(self, k: int) -> Trained:
+        """Evaluate the model and compute iteration `k`, without its step."""
+        if self._engine is None:
+            return Trained(*self._read(f"trained-{k}"))
+        evaluated, tokens = self._engine.evaluate(self._plan, Watcher())
+        loss = self._engine.run(self._plan, k, Watcher()).loss
+        state = self._engine.state
+        assert state is not None
+        gradients = {name: state.gradients.of(name) for name in state.specs}
+        trained = Trained(evaluated, tokens, loss, gradients)
+        self._write(f"trained-{k}", trained)
+        return trained
+
+    def load(self, folder: Path) -> None:
+        """Replace the state with a checkpoint's. Rank 0 only."""
+        assert self._engine is not None
+        self._engine.disconnect()
+        checkpoint.load(self._engine, folder)
+        self._connect(self._engine)
+
+    def _connect(self, engine: Engine) -> None:
+        engine.connect(self._plan, 0, TorchRendezvous(torch.distributed.HashStore()), TIMEOUT_S)
+
+    def _write(self, name: str, content: tuple[Any, ...]) -> None:
+        torch.save(tuple(content), self._root / name)
+        self._keys.set(name, "1")
+
+    def _read(self, name: str) -> tuple[Any, ...]:
+        self._keys.wait([name], timedelta(seconds=TIMEOUT_S))
+        content: tuple[Any, ...] = torch.load(self._root / name, weights_only=False)  # which this test wrote itself
+        return content
+
+
+def _compare_state(engine: Engine, held: Held, told: list[str]) -> None:
+    """Each slice of value and moments that this rank holds equals the serial model's, to the bit."""
     if engine.state is None:
         return
-    assert serial.state is not None
     for spec in engine.state.specs.values():
         piece = engine.state.share(spec)
-        expected = serial.state.tensors(spec, piece)
         for kind, tensor in engine.state.tensors(spec, piece).items():
-            assert torch.equal(tensor, expected[kind]), (told, spec.name, kind, engine.rank)
+            expected = parameters.view(held.tensors[spec.name][kind], spec, 0, 1, piece)
+            assert torch.equal(tensor, expected), (told, spec.name, kind, engine.rank)
 
 
-def _compare_gradients(engine: Engine, serial: Engine, told: list[str]) -> float:
+def _compare_gradients(engine: Engine, gradients: dict[str, torch.Tensor], told: list[str]) -> float:
     """Largest difference from the serial model's gradients, relative to the largest gradient of the model."""
     assert engine.state is not None
-    assert serial.state is not None
-    pieces = [(spec, engine.state.share(spec)) for spec in engine.state.specs.values()]
-    largest = max(float(serial.state.gradient(serial.state.share(s)).abs().max()) for s in serial.state.specs.values())
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
     worst = 0.0
-    for _, piece in pieces:
-        difference = float((engine.state.gradient(piece) - serial.state.gradient(piece)).abs().max()) / largest
+    for spec in engine.state.specs.values():
+        piece = engine.state.share(spec)
+        expected = parameters.view(gradients[spec.name], spec, 0, 1, piece)
+        difference = float((engine.state.gradient(piece) - expected).abs().max()) / largest
         assert difference <= 1e-5, (told, piece, difference)
         worst = max(worst, difference)
     return worst

@@ -11,8 +11,9 @@ import pytest
 
 Ranks = Callable[..., list[Any]]
 
-CHAINS = int(os.environ.get("RESIHP_CHAINS", "16"))
-"""Each is three plans on 2 to 8 ranks."""
+CHAINS = int(os.environ.get("RESIHP_CHAINS", "8"))
+"""Each is three plans on 2 to 8 ranks. 8 have each number of ranks, each kind of model with each way to recompute but
+four pairs; `make soak` has 200."""
 
 
 @pytest.mark.parametrize("seed", range(CHAINS))
@@ -27,9 +28,9 @@ def test_a_chain_of_random_plans_equals_a_serial_model(
         seed=seed,
         ranks=2 + seed % 7,
         plans=3,
-        kind=("gpt", "llama", "qwen3")[seed // 6 % 3],
+        kind=("gpt", "llama", "qwen3")[seed % 3],
         recompute=("none", "layernorm", "full", "selective")[seed % 4],
-        strict=seed % 3 == 0,
+        strict=seed // 2 % 2 == 0,
         cut=seed // 4 % 2 == 0,
         root=str(tmp_path),
     )

@@ -19,6 +19,7 @@ from resihp.simulator.scenarios.plain_jobs import draw_plain, draw_stormy
 from resihp.simulator.scenarios.probed_jobs import draw_harassed, draw_noisy, draw_sluggish
 from resihp.simulator.scenarios.slurm_jobs import draw_allocated
 from resihp.simulator.scenarios.troubled_starts import draw_decimated, draw_hindered
+from resihp.simulator.world import Result
 
 CHUNK = 25
 FUZZ_SEEDS = int(os.environ.get("RESIHP_FUZZ_SEEDS", "500"))
@@ -123,78 +124,83 @@ def test_a_seed_is_played_the_same_way_twice() -> None:
     assert once == again
 
 
+def assert_reached(
+    draw: Callable[[int], Scenario], seeds: range, kinds: Callable[[Result], set[str]], wanted: set[str]
+) -> None:
+    """Play one seed after the other, until everything `wanted` has been among the `kinds` of things that happened."""
+    missing = set(wanted)
+    for seed in seeds:
+        missing -= kinds(play(draw(seed), replay=False))
+        if not missing:
+            return
+    pytest.fail(f"in {len(seeds)} jobs never seen: {', '.join(sorted(missing))}")
+
+
 def test_the_seeds_reach_what_they_are_for() -> None:
     """A fuzz that never commits on behalf of the dead, never redoes and never fences would prove little."""
-    kinds: set[str] = set()
-    for seed in range(2000, 2200):
-        try:
-            result = play(draw_plain(seed), replay=False)
-        except Violation:
-            continue
-        kinds.add(f"exit {result.exit_code}")
-        kinds |= {type(action).__name__ for _, action in result.actions}
-        kinds |= {type(entry).__name__ for _, entry in result.entries}
-        kinds |= {entry.action for entry in result.all(Reconfigured) if entry.bytes_moved}
-        kinds |= {type(a.order).__name__ for _, a in result.actions if isinstance(a, api.Order)}
+
+    def kinds(result: Result) -> set[str]:
         starts = [a for _, a in result.actions if isinstance(a, api.StartWorkers) and a.joins]
         joined = {rank for start in starts for rank, _ in start.workers}
-        kinds |= {"newcomer works" for plan in result.plans if joined & {*plan.plan.layout.active}}
-        kinds |= {"newcomer stands by" for plan in result.plans if joined & {*plan.plan.layout.standby}}
-        kinds |= {plan.action for plan in result.plans}
-        kinds |= {f"{failure.kind} {failure.component}" for failure in result.failures}
-        kinds |= {"standby" for plan in result.plans if plan.plan.layout.standby}
-    assert kinds >= {
+        return {
+            f"exit {result.exit_code}",
+            *(type(action).__name__ for _, action in result.actions),
+            *(type(entry).__name__ for _, entry in result.entries),
+            *(entry.action for entry in result.all(Reconfigured) if entry.bytes_moved),
+            *(type(a.order).__name__ for _, a in result.actions if isinstance(a, api.Order)),
+            *("newcomer works" for plan in result.plans if joined & {*plan.plan.layout.active}),
+            *("newcomer stands by" for plan in result.plans if joined & {*plan.plan.layout.standby}),
+            *(plan.action for plan in result.plans),
+            *(f"{failure.kind} {failure.component}" for failure in result.failures),
+            *("standby" for plan in result.plans if plan.plan.layout.standby),
+        }
+
+    wanted = {
         *("exit 0", "exit 1", "exit 5", "exit 93"),
         *("start", "redo", "commit", "standby"),
-        *(
-            "between",
-            "PlanRefused",
-            "PlanInEffect",
-            "JoinRefused",
-            "StartWorkers",
-            "newcomer works",
-            "newcomer stands by",
-        ),
+        *("between", "PlanRefused", "PlanInEffect", "JoinRefused", "StartWorkers"),
+        *("newcomer works", "newcomer stands by"),
         *("SignalWorker", "SignalNode", "CutConnection", "DropNode", "Reply", "CommitCheckpoint"),
         *("fail-stop process", "fail-stop device", "fail-stop node", "communication link", "program script"),
     }
+    assert_reached(draw_plain, range(2000, 2200), kinds, wanted)
 
 
 def test_the_seeds_with_a_batch_that_grows_reach_what_they_are_for() -> None:
     """Steps alone, failures right at one, and while the plan for it is made."""
-    kinds: set[str] = set()
-    for seed in range(150):
-        try:
-            plans = play(draw_ramped(seed), replay=False).plans
-        except Violation:
-            continue
-        for before, after in pairwise(plans):
+
+    def kinds(result: Result) -> set[str]:
+        found = set()
+        for before, after in pairwise(result.plans):
             if after.plan.micro_batches > before.plan.micro_batches:
                 same = before.plan.layout.replicas == after.plan.layout.replicas
-                kinds.add(f"{after.action}, {'same' if same else 'another'} layout")
+                found.add(f"{after.action}, {'same' if same else 'another'} layout")
             elif after.next_iteration == before.next_iteration and before.action == "between":
-                kinds.add("again")
-    assert kinds >= {"between, same layout", "between, another layout", "commit, another layout", "again"}
+                found.add("again")
+        return found
+
+    wanted = {"between, same layout", "between, another layout", "commit, another layout", "again"}
+    assert_reached(draw_ramped, range(150), kinds, wanted)
 
 
 def test_the_seeds_in_an_allocation_reach_what_they_are_for() -> None:
-    kinds: set[str] = set()
-    for seed in range(150):
-        try:
-            result = play(draw_allocated(seed), replay=False)
-        except Violation:
-            continue
-        kinds |= {type(action).__name__ for _, action in result.actions}
-        kinds |= {f"drain {entry.outcome}" for entry in result.all(DrainAnswered)}
-        kinds |= {f"release {entry.outcome}" for entry in result.all(NodeReleased)}
-        kinds |= {f"replacement {entry.state}" for entry in result.all(ReplacementChanged)}
-        guests = {entry.node for entry in result.all(ReplacementChanged) if entry.state == "joined"}
-        kinds |= {"vacated" for entry in result.all(NodeLost) if entry.how == "vacated"}
+    def kinds(result: Result) -> set[str]:
+        replacements = result.all(ReplacementChanged)
+        guests = {entry.node for entry in replacements if entry.state == "joined"}
         ranks = {entry.rank for entry in result.all(WorkerStarted) if entry.node in guests}
-        kinds |= {"its ranks work" for plan in result.plans if ranks & {*plan.plan.layout.active}}
-    assert kinds >= {
+        return {
+            *(type(action).__name__ for _, action in result.actions),
+            *(f"drain {entry.outcome}" for entry in result.all(DrainAnswered)),
+            *(f"release {entry.outcome}" for entry in result.all(NodeReleased)),
+            *(f"replacement {entry.state}" for entry in replacements),
+            *("vacated" for entry in result.all(NodeLost) if entry.how == "vacated"),
+            *("its ranks work" for plan in result.plans if ranks & {*plan.plan.layout.active}),
+        }
+
+    wanted = {
         *("DrainNode", "ReleaseNode", "AskReplacement", "CancelReplacement", "WatchNode", "its ranks work", "vacated"),
         *(f"drain {outcome}" for outcome in ("done", "refused", "unknown")),
         *(f"release {outcome}" for outcome in ("done", "refused", "unknown")),
         *(f"replacement {state}" for state in ("pending", "running", "joined", "refused", "cancelled", "ended")),
     }
+    assert_reached(draw_allocated, range(150), kinds, wanted)

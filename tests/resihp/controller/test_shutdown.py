@@ -11,10 +11,10 @@ from resihp.controller import Controller
 from resihp.controller import interface as api
 from resihp.protocol import messages as m
 from resihp.record.journal import FailureFound, IterationCommitted, JobEnded, JobSignalled, PlanDecided, PlanWithdrawn
-from resihp.simulator.harness import Violation, play
 from resihp.simulator.scenarios.stopped_jobs import draw_interrupted, draw_stopped
+from resihp.simulator.world import Result
 from tests.resihp.controller.direct import Direct, outcome
-from tests.resihp.controller.test_fuzz import CHUNK, FUZZ_SEEDS, play_chunk
+from tests.resihp.controller.test_fuzz import CHUNK, FUZZ_SEEDS, assert_reached, play_chunk
 
 TERM, INT = int(signals.SIGTERM), int(signals.SIGINT)
 LAYOUT = "DP2 x PP2 x TP1"
@@ -754,22 +754,21 @@ def test_invariants_hold_when_operators_stop_jobs(first: int) -> None:
 
 
 def test_the_seeds_reach_what_they_are_for() -> None:
-    kinds: set[str] = set()
-    for seed in range(3000, 3300):
-        try:
-            result = play(draw_stopped(seed), replay=False)
-        except Violation:
-            continue
-        kinds.add(f"exit {result.exit_code}")
-        kinds |= {entry.meaning for entry in result.all(JobSignalled)}
-        kinds |= {f"replica {order.order.replica}" for order in result.orders(m.Save)}  # type: ignore[union-attr]
-        kinds |= {"excused" for failure in result.failures if "told to stop" in failure.cause}
-        kinds |= {"not whole" for _ in (1,) if "no replica is complete" in result.reason}
-        kinds |= {"saved" for _ in (1,) if "its checkpoint is written" in result.reason}
-        kinds |= {"hurried" for line in result.said if "takes too long" in line}
-        kinds |= {"lone" for line in result.said if "only its agent received" in line}
-    assert kinds >= {
+    def kinds(result: Result) -> set[str]:
+        return {
+            f"exit {result.exit_code}",
+            *(entry.meaning for entry in result.all(JobSignalled)),
+            *(f"replica {order.order.replica}" for order in result.orders(m.Save)),  # type: ignore[union-attr]
+            *("excused" for failure in result.failures if "told to stop" in failure.cause),
+            *("not whole" for _ in (1,) if "no replica is complete" in result.reason),
+            *("saved" for _ in (1,) if "its checkpoint is written" in result.reason),
+            *("hurried" for line in result.said if "takes too long" in line),
+            *("lone" for line in result.said if "only its agent received" in line),
+        }
+
+    wanted = {
         *("exit 0", "exit 75", "exit 143"),
         *("warning", "time-limit", "cancelled", "preempted", "unknown"),
         *("replica 0", "replica 1", "excused", "not whole", "saved", "hurried", "lone"),
     }
+    assert_reached(draw_stopped, range(3000, 3300), kinds, wanted)

@@ -2,7 +2,7 @@
 
 All pending findings form one suspicion. Their suspects are measured together with the rest of their tensor-parallel
 groups, because the ranks of a group wait for each other. If a finding names no suspect, all devices are measured. A
-finding that a known failure explains is closed at once. `measured_suspects` decides on verdicts after the probe. Called
+finding that a known failure explains is closed at once. `device_verdicts` decides on verdicts after the probe. Called
 by `slowness`.
 """
 

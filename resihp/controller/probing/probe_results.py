@@ -3,7 +3,7 @@
 `resihp.detector.probes` judges the answers, and `resihp.detector.suspects` those to a suspicion. A device that is not
 fit gets no work in the first plan: it stands by, so that the detector does not learn its speed as healthy. Decides with
 which earlier speeds the answers are compared. The callers decide about the consequences: `slowness`, `slow_links`,
-`measured_suspects` and `second_looks`.
+`device_verdicts` and `second_looks`.
 """
 
 from __future__ import annotations

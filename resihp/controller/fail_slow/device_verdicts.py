@@ -16,7 +16,6 @@ from typing import Literal
 import msgspec
 
 from resihp.controller.fail_slow import slow_parts
-from resihp.controller.fail_slow.convictions import DeviceVerdict, declare_slow, in_training
 from resihp.controller.fail_slow.slow_devices import awaited_peer, has_work, tensor_groups, was_cleared, without_verdict
 from resihp.controller.fail_slow.suspicions import IterationExcess, dropped, ended, excess, possible, some, speed_of
 from resihp.controller.fail_slow.thresholds import (
@@ -29,6 +28,7 @@ from resihp.controller.fail_slow.thresholds import (
     MIN_PROBE_LOG_ODDS,
     MIN_SLOWDOWN_SHARE_IN_PROBE,
 )
+from resihp.controller.fail_slow.verdict_entries import DeviceVerdict, declare_slow, in_training
 from resihp.controller.probing import probe_results
 from resihp.controller.state.examinations import Examination
 from resihp.controller.state.job import Job

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 
 from resihp.controller import replan_policy
-from resihp.controller.fail_slow.convictions import in_training, update_speeds
 from resihp.controller.fail_slow.suspicions import change, dropped, excess, opened
 from resihp.controller.fail_slow.thresholds import (
     CLEARED_ITERATIONS,
     MIN_PEER_SLOWDOWN_SHARE,
     MIN_SPEED_CHANGE,
 )
+from resihp.controller.fail_slow.verdict_entries import in_training, update_speeds
 from resihp.controller.probing import probe_orders
 from resihp.controller.state.job import Job
 from resihp.detector.findings import Finding

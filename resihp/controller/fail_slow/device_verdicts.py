@@ -200,7 +200,7 @@ def _declared_by_probe(job: Job, suspicion: _Suspicion) -> list[DeviceVerdict]:
     mates = _unnamed_mates(suspicion)
     declared = []
     speeds = job.monitor.speeds()
-    confidence = job.settings.detection.thresholds.sure
+    confidence = job.settings.detection.sure
     min_odds = math.log(confidence / (1.0 - confidence))
     for rank in sorted(answers):
         probe = suspicion.verdicts.devices.get(rank)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resihp.detector.probes import (
-    DEFAULT_THRESHOLDS,
+    DEFAULT_PROBE_LIMITS,
     RECHECK_LOOKS,
     Former,
     beside,
@@ -131,7 +131,7 @@ def test_thousands_are_not_each_compared_with_thousands() -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "fit"), [(DEFAULT_THRESHOLDS.fit + 0.01, True), (DEFAULT_THRESHOLDS.fit - 0.01, False)]
+    ("share", "fit"), [(DEFAULT_PROBE_LIMITS.fit + 0.01, True), (DEFAULT_PROBE_LIMITS.fit - 0.01, False)]
 )
 def test_small_differences_between_devices_are_normal(share: float, fit: bool) -> None:
     judged = judge_devices({**{rank: at(1) for rank in range(7)}, 7: at(share)}, {})

@@ -95,9 +95,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Minimum fraction of the first layout's devices with which the job starts if the others are missing."""
     slurm: bool = False
     """Whether the job runs under Slurm, which can drain nodes, take them back, and provide others."""
-    drains: int = 0
+    drains_left: int = msgspec.field(default=0, name="drains")
     """Number of nodes that this run may ask Slurm to drain: the job's limit minus the drains that earlier runs of the
-    same Slurm job requested."""
+    same Slurm job requested. The file of a run calls it `drains`."""
     died_before: tuple[str, ...] = ()
     """Nodes that died under earlier runs of the same Slurm job."""
     replacements: int = 0

@@ -363,7 +363,7 @@ def _settings(
         settings,
         slurm=True,
         batch_node=of_slurm.request.batch_node,
-        drains=of_slurm.drains,
+        drains_left=of_slurm.drains_left,
         died_before=of_slurm.died_before,
         may_requeue=of_slurm.may_requeue,
         restarts_left=of_slurm.restarts_left,

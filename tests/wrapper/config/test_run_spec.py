@@ -28,7 +28,7 @@ def test_a_run_of_the_version_before_goes_on_after_an_update() -> None:
     assert (settings.schedule, settings.chunks, settings.memory_bytes) == ("interleaved", 2, 80_000_000_000)
     assert (settings.come_backs, settings.recheck_s, settings.checkpoint_every) == (5, 30.0, 5)
     assert [(fault.kind, fault.rank, fault.iteration) for fault in settings.faults] == [("kill", 1, 3)]
-    assert (settings.slurm, settings.batch_node, settings.drains, settings.died_before) == (True, "n1", 1, ("n9",))
+    assert (settings.slurm, settings.batch_node, settings.drains_left, settings.died_before) == (True, "n1", 1, ("n9",))
     assert (settings.replacements, settings.replacement_least_left_s) == (2, 600.0)
     assert (settings.may_requeue, settings.restarts_left) == (True, 2)
     assert found.slurm is not None

@@ -965,7 +965,7 @@ def test_a_device_that_dies_while_it_stands_by_is_not_measured() -> None:
 
 
 def test_nothing_is_drained_for_being_slow() -> None:
-    job = Job(nodes=4, slurm=True, drains=4, replacements=4, batch_node="n1").run(2)
+    job = Job(nodes=4, slurm=True, drains_left=4, replacements=4, batch_node="n1").run(2)
     job.slow_by_verdict(3, 0.05)
     job.find(finding(link=(0, 4)))
     measure_links(job, {(0, 4): 5e-3})

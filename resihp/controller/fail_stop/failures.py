@@ -1,9 +1,7 @@
 """Handle a lost worker, a lost node, an exception or broken communication.
 
-`replan_after_loss` starts the change from a lost rank to the next plan: `transition.park` stops the survivors,
-`transition.decide_when_parked` has `next_plan.best` choose a plan, and `transition.propose` sends the plan to the
-ranks. Before the first plan, `startup` takes the place of these functions. Does not decide about causes: `own_causes`
-and `root_causes` do.
+`replan_after_loss` starts the change from a lost rank to the next plan; the package lists the steps that follow.
+Before the first plan, `startup` takes their place. Does not decide about causes: `own_causes` and `root_causes` do.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def prune(url: str, before: datetime, keep_every: int | None = None, *, dry_run:
     """
     if keep_every is not None and keep_every < 1:
         raise UsageError(
-            f"--keep-every {keep_every}: at least 1; omit it to keep only iterations at failures and plan changes"
+            f"--keep-every {keep_every}: at least 1; leave it out to keep only iterations at failures and plan changes"
         )
     parsed = resolve(url)
     file = file_of(parsed)

@@ -20,14 +20,12 @@ Mode = Literal["sequential", "paper", "greyhound"]
 """Name of a detection method (`resihp.detector.modes`)."""
 
 
-class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
+class ProbeLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits by which probes are judged (`resihp.detector.probes`). Speeds are relative to other devices or links: 1 is
     equally fast."""
 
     fit: float = 0.8
     """Minimum speed of a healthy device, relative both to its peers and to its own past."""
-    sure: float = 0.9975
-    """Probability at which a suspected device is declared slow; its probe and its training times together give it."""
     link_fit: float = 0.6
     """Minimum speed of a healthy link: at the start relative to the median of all links of its kind, later relative to
     a single other link or to its own past. Lower than `fit`, because transfer times vary more."""
@@ -49,7 +47,10 @@ class Detection(msgspec.Struct, frozen=True, kw_only=True):
     least: float = 0.03
     """Smallest slow-down that is reported, in log units: about the fraction by which an iteration takes longer. Mode
     `sequential` only."""
-    thresholds: Thresholds = Thresholds()
+    sure: float = 0.9975
+    """Probability at which a suspected device is declared slow; its probe and its training times together give it."""
+    probe_limits: ProbeLimits = msgspec.field(default=ProbeLimits(), name="thresholds")
+    """Limits of probes. The file of a run calls them `thresholds`."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,9 +95,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Minimum fraction of the first layout's devices with which the job starts if the others are missing."""
     slurm: bool = False
     """Whether the job runs under Slurm, which can drain nodes, take them back, and provide others."""
-    drains: int = 0
+    drains_left: int = msgspec.field(default=0, name="drains")
     """Number of nodes that this run may ask Slurm to drain: the job's limit minus the drains that earlier runs of the
-    same Slurm job requested."""
+    same Slurm job requested. The file of a run calls it `drains`."""
     died_before: tuple[str, ...] = ()
     """Nodes that died under earlier runs of the same Slurm job."""
     replacements: int = 0

@@ -257,7 +257,7 @@ def cost(
     if job_id is None:
         job_accounts = [account for _, account in fleet_costs.accounts(reader, since=since, until=until)]
     elif since is not None or until is not None:
-        raise UsageError(f"cost of job {job_id}: always covers the whole job; omit since and until")
+        raise UsageError(f"cost of job {job_id}: always covers the whole job; leave since and until out")
     else:
         jobs = JobRow.__table__
         job_accounts = [reader.account(job) for job in reader.fetch(select(*jobs.columns).where(jobs.c.id == job_id))]

@@ -336,8 +336,8 @@ class Reader:
         return table_rows.events(self, job_id, kinds, last, always_last)
 
     def shown_plan(self, job_id: int) -> list[Row]:
-        """Return the plan that a job's status describes, as a list with at most one row: the plan in effect; before the
-        first plan is in effect, the newest plan, unless it was refused or withdrawn."""
+        """Return the plan that a job's status shows, by the rule of `JobRecord.shown_plan`, as a list with at most one
+        row."""
         return table_rows.shown_plan(self, job_id)
 
     def explanations(self, job_id: int, plans: Sequence[Row]) -> dict[int, Explanation]:

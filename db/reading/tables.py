@@ -178,7 +178,7 @@ def node_columns(table: str) -> list[str]:
     """Return the columns that name nodes. Raises UsageError for a table that has none."""
     columns = [name for name in ("node", "instead") if name in TABLES[table].source.c]
     if not columns:
-        raise UsageError(f"history {table}: has no nodes; omit --node")
+        raise UsageError(f"history {table}: has no nodes; leave --node out")
     return columns
 
 

@@ -9,7 +9,7 @@ well, the job ends.
 
 from __future__ import annotations
 
-from resihp.controller import transition as transitions
+from resihp.controller import transition
 from resihp.controller.fail_stop import incidents
 from resihp.controller.nodes import joins
 from resihp.controller.state.job import Job
@@ -18,34 +18,34 @@ from resihp.protocol import messages as m
 
 
 def confirmed(job: Job, member: Member, confirm: m.Confirm) -> None:
-    transition = job.awaiting(member, confirm.epoch, "proposing")
-    if transition is None:
+    ongoing = job.awaiting(member, confirm.epoch, "proposing")
+    if ongoing is None:
         return
-    assert transition.plan is not None
-    if confirm.digest != transition.plan.digest:
+    assert ongoing.plan is not None
+    if confirm.digest != ongoing.plan.digest:
         objected(job, member, m.Object(epoch=confirm.epoch, reason="computes another digest of the plan"))
         return
-    transition.waiting.discard(member.rank)
-    transitions.go_when_confirmed(job)
+    ongoing.waiting.discard(member.rank)
+    transition.go_when_confirmed(job)
 
 
 def objected(job: Job, member: Member, objection: m.Object) -> None:
-    transition = job.awaiting(member, objection.epoch, "proposing")
-    if transition is None:
+    ongoing = job.awaiting(member, objection.epoch, "proposing")
+    if ongoing is None:
         return
-    assert transition.plan is not None
+    assert ongoing.plan is not None
     text = f"{job.where(member.rank)}: refuses the plan of epoch {job.epoch}: {objection.reason}"
-    if transition.plan is job.record.first_plan:
-        if len(transition.plan.computing) < job.settings.ranks_asked:
+    if ongoing.plan is job.record.first_plan:
+        if len(ongoing.plan.computing) < job.settings.ranks_asked:
             incidents.too_few(job, f"{text}; the job started with fewer devices than requested")
         else:
             incidents.end(job, 2, text)
         return
-    transitions.refused(job, member.rank, objection.reason)
+    transition.refused(job, member.rank, objection.reason)
     if member.joins and (job.record.plan is None or member.rank not in job.record.plan.layout.ranks):
         joins.turn_away(job, member, objection.reason)
-        transitions.park(job, "a newcomer cannot take part", cautious=transition.cautious)
-    elif transition.cautious:
+        transition.park(job, "a newcomer cannot take part", cautious=ongoing.cautious)
+    elif ongoing.cautious:
         incidents.end(job, 1, text)
     else:
-        transitions.park(job, f"rank {member.rank} refuses the plan", cautious=True)
+        transition.park(job, f"rank {member.rank} refuses the plan", cautious=True)

@@ -31,8 +31,7 @@ from collections.abc import Iterable
 from typing import assert_never
 
 from resihp.controller import interface as api
-from resihp.controller import iterations
-from resihp.controller import transition as transitions
+from resihp.controller import iterations, transition
 from resihp.controller.fail_stop import incidents
 from resihp.controller.planning import situations
 from resihp.controller.state.job import Job
@@ -240,7 +239,7 @@ def proceed(job: Job) -> None:
         elif left_s < min(HURRY_S, budget_s / 2):
             _hurry(job, stop_request)
         elif job.stage == "running" and job.furthest < job.record.goal:
-            transitions.pause(job, "the job is to stop")
+            transition.pause(job, "the job is to stop")
 
 
 def _report_lone_signals(job: Job) -> None:
@@ -275,13 +274,13 @@ def _ends_at(job: Job, stop_request: StopRequest) -> float:
 
 def _withdraw(job: Job) -> None:
     """Withdraw a proposed plan. No rank has acted on the plan, and all ranks have parked for it."""
-    transition = job.transition
-    if transition is not None and job.stage == "proposing":
-        assert transition.plan is not None
-        job.log(PlanWithdrawn(epoch=transition.plan.epoch, reason="the job is to stop"))
+    ongoing = job.transition
+    if ongoing is not None and job.stage == "proposing":
+        assert ongoing.plan is not None
+        job.log(PlanWithdrawn(epoch=ongoing.plan.epoch, reason="the job is to stop"))
         job.move("parking")
-        transition.plan = None
-        transition.waiting.clear()
+        ongoing.plan = None
+        ongoing.waiting.clear()
 
 
 def _is_still(job: Job, late: bool) -> bool:
@@ -296,11 +295,11 @@ def _hurry(job: Job, stop_request: StopRequest) -> None:
         _leave(job, "there is nothing to save")
         return
     if job.transition is not None and job.stage == "parking":
-        transitions.urge(job, "the job is to stop now")
+        transition.urge(job, "the job is to stop now")
     else:
         awaited = f"iteration {job.furthest + 1}" if job.furthest < job.record.goal else "the last evaluation"
         job.say("notice", f"{awaited} takes too long and is given up")
-        transitions.park(job, "the job is to stop now")
+        transition.park(job, "the job is to stop now")
 
 
 def _save(job: Job, stop_request: StopRequest) -> None:

@@ -136,7 +136,7 @@ def _conclude(job: Job, recovery: Recovery) -> None:
     else:
         job.move("running")
         if lost_ranks:
-            failures.transition_after(job, lost_ranks, f"ranks {sorted(lost_ranks)} were lost with the supervisor")
+            failures.replan_after_loss(job, lost_ranks, f"ranks {sorted(lost_ranks)} were lost with the supervisor")
         if job.stage == "running":
             _go_on(job, undisturbed and all(job.members[rank].alive for rank in job.record.active))
     if job.has_ended:

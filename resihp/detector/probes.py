@@ -17,10 +17,10 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 import msgspec
 
 from resihp.protocol.messages import Speed, Transfer
-from resihp.settings import Thresholds
+from resihp.settings import ProbeLimits
 
-DEFAULT_THRESHOLDS = Thresholds()
-"""Thresholds for devices and links, unless the job has its own."""
+DEFAULT_PROBE_LIMITS = ProbeLimits()
+"""Limits for devices and links, unless the job has its own."""
 MAX_REFERENCE_LINKS = 4
 """Highest number of reference links that are measured together with a suspected link."""
 MIN_PEERS = 2
@@ -135,7 +135,7 @@ def judge_devices(
     speeds: Mapping[int, Speed],
     failed: Mapping[int, str],
     past: Mapping[int, Speed] | None = None,
-    wanted: Thresholds = DEFAULT_THRESHOLDS,
+    limits: ProbeLimits = DEFAULT_PROBE_LIMITS,
 ) -> dict[int, Judged]:
     """Judge the device of each rank by its measured speed, relative to the other ranks and to its own `past` if known.
 
@@ -158,7 +158,7 @@ def judge_devices(
             judged[rank] = Judged(rank=rank, speed=None, fit=True, evidence="nothing to compare it with")
             continue
         speed, text = min(parts)
-        judged[rank] = Judged(rank=rank, speed=speed, fit=speed >= wanted.fit, evidence=text)
+        judged[rank] = Judged(rank=rank, speed=speed, fit=speed >= limits.fit, evidence=text)
     return judged
 
 
@@ -176,7 +176,7 @@ def judge_again(
     looks: int,
     *,
     shared: bool = True,
-    wanted: Thresholds = DEFAULT_THRESHOLDS,
+    limits: ProbeLimits = DEFAULT_PROBE_LIMITS,
     within: tuple[int, int] = RECHECK_LOOKS,
 ) -> Judged | None:
     """Judge a device in doubt against reference devices; return None if another measurement is needed.
@@ -197,8 +197,8 @@ def judge_again(
             min(witness.memory_bytes for witness in witnesses),
         )
         slowest = _against(own, Speed(flops=flops, memory_bytes=memory_bytes), "of its slowest peer")
-        sure += [comparison for comparison in slowest if comparison[0] < wanted.fit]
-    if sure and min(sure)[0] < wanted.fit:
+        sure += [comparison for comparison in slowest if comparison[0] < limits.fit]
+    if sure and min(sure)[0] < limits.fit:
         speed, text = min(sure)
         if looks < least:
             return None
@@ -316,12 +316,12 @@ def judge_link(
     times: Mapping[Pair, float],
     nodes: Mapping[int, str],
     past: Mapping[Pair, float],
-    wanted: Thresholds = DEFAULT_THRESHOLDS,
+    limits: ProbeLimits = DEFAULT_PROBE_LIMITS,
 ) -> JudgedLink:
     """Judge a suspected link against reference links (`beside`), or, without references, against the past.
 
     `times`: seconds of a transfer over the link and over each reference. `past`: seconds at the job's start, of the
-    link itself if known, else of its kind. The lower threshold `link_fit` applies to a single reference, and to the
+    link itself if known, else of its kind. The lower limit `link_fit` applies to a single reference, and to the
     past, which was measured with all ranks parked while other ranks train now.
     """
     within = _within(link, nodes)
@@ -330,13 +330,13 @@ def judge_link(
         share = statistics.median(others) / times[link]
         those = "another link's" if len(others) == 1 else f"{len(others)} other links'"
         evidence = f"transfers at {share:.0%} of {those}"
-        least = wanted.link_confirmed if len(others) > 1 else wanted.link_fit
+        least = limits.link_confirmed if len(others) > 1 else limits.link_fit
         return JudgedLink(speed=share, slow=share < least, evidence=evidence)
     alike = [seconds for pair, seconds in past.items() if _within(pair, nodes) == within]
     if alike:
         share = past.get(link, statistics.median(alike)) / times[link]
         evidence = f"transfers at {share:.0%} of those at the start"
-        return JudgedLink(speed=share, slow=share < wanted.link_fit, evidence=evidence)
+        return JudgedLink(speed=share, slow=share < limits.link_fit, evidence=evidence)
     return JudgedLink(speed=None, slow=False, evidence="nothing to compare it with")
 
 

@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from resihp.detector.probes import DEFAULT_THRESHOLDS, Judged
+from resihp.detector.probes import DEFAULT_PROBE_LIMITS, Judged
 from resihp.protocol.messages import Speed
-from resihp.settings import Thresholds
+from resihp.settings import ProbeLimits
 
 REPEAT_SIGMA = 0.01
 """Prior standard deviation between repeated probes of one device, log units."""
@@ -93,7 +93,7 @@ def judge(
     past: Mapping[int, Speed],
     suspects: Collection[int] | None = None,
     usual: Speed | None = None,
-    wanted: Thresholds = DEFAULT_THRESHOLDS,
+    limits: ProbeLimits = DEFAULT_PROBE_LIMITS,
     *,
     shared: bool = False,
 ) -> Verdicts:
@@ -137,17 +137,17 @@ def judge(
                 comparisons[rank].append(
                     (by_peers.odds(figure), share, f"{name} at {share:.0%} of its peers, {amount}")
                 )
-    judged |= {rank: _judged(rank, parts, wanted) for rank, parts in comparisons.items()}
+    judged |= {rank: _judged(rank, parts, limits) for rank, parts in comparisons.items()}
     return Verdicts(devices=judged, share=_remaining_share(shares))
 
 
-def _judged(rank: int, comparisons: Sequence[tuple[float, float, str]], wanted: Thresholds) -> Judged:
+def _judged(rank: int, comparisons: Sequence[tuple[float, float, str]], limits: ProbeLimits) -> Judged:
     """Judge a device by the worst of its comparisons, each with odds, share of the healthy speed, and evidence."""
     if not comparisons:
         return Judged(rank=rank, speed=None, fit=True, evidence="nothing to compare it with")
     odds, share, text = max(comparisons, key=lambda comparison: (comparison[0], -comparison[1]))
     odds -= math.log(len(comparisons))  # correction for taking the worst of several
-    return Judged(rank=rank, speed=share, fit=share >= wanted.fit, evidence=text, odds=odds)
+    return Judged(rank=rank, speed=share, fit=share >= limits.fit, evidence=text, odds=odds)
 
 
 def _remaining_share(shares: Sequence[float | None]) -> Speed | None:

@@ -315,7 +315,7 @@ class JobRecord:
     @property
     def shown_plan(self) -> Plan | None:
         """The plan that a job's status shows: the plan in effect; before the first one, the proposed plan; None without
-        either."""
+        either. `JobHistory` and the ledger's `Reader` have a property or method of this name, with the same rule."""
         if self.plan is not None:
             return self.plan
         return None if self.proposed is None else self.proposed.plan

@@ -333,7 +333,7 @@ def settings_of(scenario: Scenario) -> Settings:
         may_requeue=scenario.may_requeue,
         restarts_left=scenario.restarts_left,
         batch_node=scenario.batch_node,
-        drains=scenario.drains,
+        drains_left=scenario.drains,
         died_before=scenario.died_before,
         on_drain=scenario.on_drain,
         replacements=scenario.replacements,

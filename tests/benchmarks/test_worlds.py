@@ -262,7 +262,7 @@ def test_a_device_alone_is_measured_by_order_of_the_controller_and_told_in_its_j
         assert job.false == []
 
 
-def test_ranks_that_suffer_from_a_slow_network_neither_hide_it_nor_are_convicted_of_it() -> None:
+def test_ranks_that_suffer_from_a_slow_network_neither_hide_it_nor_are_declared_slow() -> None:
     for seed in (0, 1):
         job = worlds.play(world("network, ranks suffer +8 %"), seed, 320)
         assert job.false == []

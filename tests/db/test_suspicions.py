@@ -50,7 +50,7 @@ def beginning() -> Told:
 
 
 def suspicious_story() -> Told:
-    """Rank 5 is convicted, rank 2's probe is fine, a link is convicted, rank 6 is dropped, all are never settled."""
+    """Rank 5 is slow, rank 2's probe is fine, a link is slow, rank 6 is dropped, all are never settled."""
     yield from beginning()
     yield suspected(1, 5), BEGAN + 8
     yield SLOW, BEGAN + 9

@@ -52,7 +52,7 @@ def last_verdict_at(entries: list[Any]) -> int:
 
 
 @pytest.mark.alone
-def test_both_ranks_of_a_slow_node_are_convicted_and_nobody_else(job: Job) -> None:
+def test_both_ranks_of_a_slow_node_are_declared_slow_and_no_other_rank(job: Job) -> None:
     fault = f"slow:node=n2,speed=0.6@iteration={ONSET},phase=forward"
     entries = trained(job, "--fault", fault, iterations=ONSET + 20, nodes=4, gpus=2, tp=1, pp=1)
     found = verdicts_on("device", entries)
@@ -64,7 +64,7 @@ def test_both_ranks_of_a_slow_node_are_convicted_and_nobody_else(job: Job) -> No
 
 
 @pytest.mark.alone
-def test_a_slow_down_of_everybody_is_the_jobs_and_nobody_is_convicted(job: Job) -> None:
+def test_a_slow_down_of_everybody_is_the_jobs_and_no_device_is_declared_slow(job: Job) -> None:
     faults = [f"slow:node=n{n},speed=0.7@iteration={WATCHED_FROM},phase=forward" for n in (1, 2)]
     options = [part for fault in faults for part in ("--fault", fault)]
     entries = trained(job, *options, iterations=WATCHED_FROM + 60, nodes=2, gpus=2, tp=1, pp=1)

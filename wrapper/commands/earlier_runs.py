@@ -56,7 +56,7 @@ def _decisions(run: Job) -> list[DrainDecided] | None:
 def _allowed(run: Job) -> int:
     """Return the most nodes that a run may have had drained; 0 if it ended before it had begun."""
     try:
-        return load(run.run_file).settings.drains
+        return load(run.run_file).settings.drains_left
     except OwnershipError:
         raise
     except UsageError:

@@ -32,7 +32,7 @@ class InSlurm(NamedTuple):
 
     request: SlurmRequest
     address: str
-    drains: int
+    drains_left: int
     died_before: tuple[str, ...]
     may_requeue: bool
     restarts_left: int
@@ -96,7 +96,7 @@ def of_slurm(
         interfaces.address_of(control, given.batch_node or own_host_name)
         if control
         else allocation.own_address(own_host_name, others),
-        drains=max(0, section.drains - earlier.drained),
+        drains_left=max(0, section.drains - earlier.drained),
         died_before=earlier.died,
         may_requeue=section.on_warning == "requeue" if requeue_asked is None else requeue_asked,
         restarts_left=section.restarts - failed - 1,

@@ -32,7 +32,9 @@ JSON_SCHEMA = 1
 DEFAULT_NODES, DEFAULT_GPUS = 2, 8
 MAX_DEFAULT_TIME_S = 24 * 3600.0
 """Longest time limit, in seconds, that the job file gets by default. It is lower if Slurm allows less."""
-WARNING_S, MIN_WARNING_S = 300.0, 60.0
+MIN_WARNING_S = 60.0
+CHECKPOINT_EVERY = 100
+"""Iterations between checkpoints in the job file. The key's own default is 0: no checkpoints."""
 LIKELY_SCRIPTS = ("train.py", "pretrain.py", "pretrain_gpt.py", "main.py")
 PLACEHOLDER_COMMAND = ("echo", "put your training command into job.toml")
 
@@ -242,8 +244,8 @@ def write(wanted: JobFileChoice, folder: Path, *, force: bool) -> tuple[str, str
 
 def job_text(wanted: JobFileChoice) -> str:
     """Return the text of job.toml. Keys that are rarely changed are comments with their default values."""
-    seconds = wanted.seconds or MAX_DEFAULT_TIME_S
-    warning_s = WARNING_S if seconds >= 2 * WARNING_S else max(MIN_WARNING_S, seconds // 4)
+    default, seconds = _defaults(), wanted.seconds or MAX_DEFAULT_TIME_S
+    warning_s = default.slurm.warning if seconds >= 2 * default.slurm.warning else max(MIN_WARNING_S, seconds // 4)
     partition = f"partition = {_toml(wanted.partition)}" if wanted.partition else '# partition = "gpu"'
     about_partition = "Partition to run in." + ("" if wanted.partition else " Default: Slurm's default partition.")
     warning = f"warning = {_toml(_duration(warning_s))}"
@@ -261,30 +263,30 @@ gpus_per_node = {wanted.gpus_per_node}
 # Time limit of each run. The job is requeued and resumes until training is done.
 time = {_toml(_duration(seconds))}
 # Name of the job in Slurm.
-name = "resihp"
+name = {_toml(default.job.name)}
 # Command of each worker: a Python script or module, or any other command.
 command = {_toml(list(wanted.command))}
 
 [layout]
 # GPUs that share each layer (tensor parallelism), within a node: gpus_per_node must be a multiple of it.
-tp = 1
+tp = {default.layout.tp}
 # Stages that the layers are split into (pipeline parallelism). There are nodes * gpus_per_node / (tp * pp) replicas;
 # with two or more, training continues at once when one of them loses a GPU.
-pp = 1
+pp = {default.layout.pp}
 # Order of work in the pipeline: 1f1b, interleaved or zero-bubble.
-schedule = "1f1b"
+schedule = {_toml(default.layout.schedule)}
 
 [checkpoint]
 # Iterations between checkpoints, 0 for none; needed when too few GPUs are left to continue. The last iteration has one.
-every = 100
+every = {CHECKPOINT_EVERY}
 # Number of complete checkpoints to keep.
-keep = 2
+keep = {default.checkpoint.keep}
 # Folder of checkpoints; default: the job's own. Jobs of a chain (resihp submit --chain 3) have to share one.
 # folder = "/shared/checkpoints/run-1"
 
 [ledger]
 # Ledger of the job's history: a file in its folder, or one database for all jobs, postgresql+psycopg://host/resihp.
-url = "sqlite"
+url = {_toml(default.ledger.url)}
 
 [slurm]
 # {about_partition}
@@ -294,15 +296,15 @@ url = "sqlite"
 # Slurm's name for the GPU type, if there are several: sinfo -o %G lists them.
 # gpu_type = "h100"
 # Nodes in addition to the layout's; their workers are on standby for those that die.
-spares = 0
+spares = {default.slurm.spares}
 # Most nodes that the job may request from Slurm to replace lost ones, each as a job of its own.
-replacements = 0
+replacements = {default.slurm.replacements}
 # Most bad nodes that the job may have drained, if you or the site's hook may drain nodes.
-drains = 2
+drains = {default.slurm.drains}
 # Time before the end of the time limit at which the job writes a checkpoint.
 {warning}
 # After that: requeue (it runs again), or end.
-on_warning = "requeue"
+on_warning = {_toml(default.slurm.on_warning)}
 # How it is requeued: usual, or expedite (at once; Slurm 25.11 or later, where the site allows it).
 # requeue = "expedite"
 # Further options for sbatch.
@@ -323,6 +325,13 @@ on_warning = "requeue"
 # command = ["/usr/local/bin/page-me"]
 # events = ["failure", "drain", "replacement", "end"]
 """
+
+
+def _defaults() -> Configuration:
+    """Return the defaults of all keys, whatever files and environment say."""
+    from wrapper.config.schema import Configuration
+
+    return Configuration.model_construct()
 
 
 _COMMENTS = {

@@ -18,7 +18,7 @@ from db.url_passwords import has_password
 from resihp import faults
 from resihp.errors import ResihpError, UsageError
 from resihp.faults import Fault
-from resihp.settings import Detection, Settings, Thresholds
+from resihp.settings import Detection, ProbeLimits, Settings
 from resihp.words import count_of
 from slurm.client import Slurm
 from wrapper import early_signals
@@ -363,7 +363,7 @@ def _settings(
         settings,
         slurm=True,
         batch_node=of_slurm.request.batch_node,
-        drains=of_slurm.drains,
+        drains_left=of_slurm.drains_left,
         died_before=of_slurm.died_before,
         may_requeue=of_slurm.may_requeue,
         restarts_left=of_slurm.restarts_left,
@@ -376,9 +376,8 @@ def _settings(
 
 
 def _detection(section: DetectSection) -> Detection:
-    thresholds = Thresholds(
+    probe_limits = ProbeLimits(
         fit=section.fit,
-        sure=section.sure,
         link_fit=section.link_fit,
         link_confirmed=section.link_confirmed,
     )
@@ -387,7 +386,8 @@ def _detection(section: DetectSection) -> Detection:
         false_alarms_per=section.false_alarms_per,
         patience=section.patience,
         least=section.least,
-        thresholds=thresholds,
+        sure=section.sure,
+        probe_limits=probe_limits,
     )
 
 

@@ -150,6 +150,9 @@ def load(path: Path) -> RunRequest:
     job = Job(path.parent.name, path.parent)
     try:
         document = msgspec.json.decode(job.read_own(path.name), type=dict[str, Any])
+        match document:
+            case {"settings": {"detection": {"thresholds": {"sure": sure}} as detection}}:
+                detection.setdefault("sure", sure)  # where development versions wrote it
         request = msgspec.convert(document if "settings" in document else _of_0_1(document), RunRequest)
         checkpoints = str(job.now(Path(request.checkpoint_folder))) if request.checkpoint_folder else ""
         return msgspec.structs.replace(request, folder=str(job.folder), checkpoint_folder=checkpoints)
@@ -166,4 +169,4 @@ def _of_0_1(document: dict[str, Any]) -> dict[str, Any]:
     old = of_that_version | slurm | document | its_own
     if "replacement_min_left_s" in slurm:
         old["replacement_least_left_s"] = slurm["replacement_min_left_s"]
-    return document | {"settings": {key: old[key] for key in Settings.__struct_fields__ if key in old}}
+    return document | {"settings": {key: old[key] for key in Settings.__struct_encode_fields__ if key in old}}

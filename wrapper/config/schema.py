@@ -40,7 +40,7 @@ threads."""
 _SETTINGS = Settings(job="", nodes=1, gpus_per_node=1, tp=1, pp=1)
 """Holds the defaults of keys that are settings of the controller."""
 _DETECTION = _SETTINGS.detection
-_THRESHOLDS = _DETECTION.thresholds
+_PROBE_LIMITS = _DETECTION.probe_limits
 
 Duration = Annotated[float, BeforeValidator(values.duration)]
 Plain = Annotated[str, AfterValidator(values.plain)]
@@ -143,15 +143,15 @@ class DetectSection(Section):
     least: float = Field(default=_DETECTION.least, ge=0.01, le=0.5)
     """Smallest slow-down of a device that is reported; 0.03 is about 3 % longer. Links are reported from 5 % on, whole
     iterations from 4 % on."""
-    fit: float = Field(default=_THRESHOLDS.fit, gt=0, le=0.9)
+    fit: float = Field(default=_PROBE_LIMITS.fit, gt=0, le=0.9)
     """Lowest probe speed, relative to its peers, of a healthy device. A slower device stands by when the job begins or
     when it joins."""
-    sure: float = Field(default=_THRESHOLDS.sure, ge=0.5, le=0.999999)
+    sure: float = Field(default=_DETECTION.sure, ge=0.5, le=0.999999)
     """Probability, from its probe and its training times, at which a suspected device is declared slow."""
-    link_fit: float = Field(default=_THRESHOLDS.link_fit, gt=0, le=1)
+    link_fit: float = Field(default=_PROBE_LIMITS.link_fit, gt=0, le=1)
     """A link below this share of its peers' speed is reported at the start; link times scatter more than device
     times."""
-    link_confirmed: float = Field(default=_THRESHOLDS.link_confirmed, gt=0, le=1)
+    link_confirmed: float = Field(default=_PROBE_LIMITS.link_confirmed, gt=0, le=1)
     """A suspected link below this share of the speed of two or more other links is declared slow; at least
     `link_fit`."""
 

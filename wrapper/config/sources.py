@@ -65,12 +65,12 @@ def read(
         configuration = Configuration.merged(given, files, origins)
     except ValidationError as error:
         raise ConfigurationError(_explain(error, sources)) from None
-    _check_thresholds(configuration)
+    _check_detection(configuration)
     return _bounded(configuration, str(authority))
 
 
-def _check_thresholds(configuration: Configuration) -> None:
-    """Raise ConfigurationError for thresholds that contradict each other or that the chosen mode ignores."""
+def _check_detection(configuration: Configuration) -> None:
+    """Raise ConfigurationError for limits of probes that contradict each other or keys that the chosen mode ignores."""
     detect = configuration.detect
     if detect.link_confirmed < detect.link_fit:
         source = configuration.origin("detect", "link_confirmed") or configuration.origin("detect", "link_fit")

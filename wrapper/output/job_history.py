@@ -215,8 +215,7 @@ class JobHistory:
 
     @property
     def shown_plan(self) -> PastPlan | None:
-        """The plan that `resihp status` and the live view show: the one in effect; before the first, the one proposed;
-        None before any."""
+        """The plan that a job's status and the live view show, by the rule of `JobRecord.shown_plan`."""
         return self.plans[-1] if self.plans else self.proposed
 
     def plan(self, epoch: int) -> PastPlan | None:

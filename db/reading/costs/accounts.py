@@ -141,7 +141,7 @@ def unsettled(reader: Reader, run: str | None = None) -> list[Row]:
 
 def summary(reader: Reader, job_id: int, now: datetime | None = None) -> Row:
     [job] = reader.fetch(select(*JobRow.__table__.columns).where(JobRow.id == job_id))
-    plan_shown = reader.shown_plan(job_id)
+    shown_plans = reader.shown_plan(job_id)
     return summarise(
         job,
         reader.narrow("iterations", job_id),
@@ -149,4 +149,4 @@ def summary(reader: Reader, job_id: int, now: datetime | None = None) -> Row:
         reader.narrow("reconfigurations", job_id),
         reader.narrow("plans", job_id),
         now or datetime.now(UTC),
-    ) | {"epoch": plan_shown[0]["epoch"] if plan_shown else None}
+    ) | {"epoch": shown_plans[0]["epoch"] if shown_plans else None}

@@ -2,7 +2,7 @@
 
 All pending findings form one suspicion. Their suspects are measured together with the rest of their tensor-parallel
 groups, because the ranks of a group wait for each other. If a finding names no suspect, all devices are measured. A
-finding that a known failure explains is closed at once. `measured_suspects` decides on verdicts after the probe. Called
+finding that a known failure explains is closed at once. `device_verdicts` decides on verdicts after the probe. Called
 by `slowness`.
 """
 
@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 
 from resihp.controller import replan_policy
-from resihp.controller.fail_slow.convictions import in_training, update_speeds
 from resihp.controller.fail_slow.suspicions import change, dropped, excess, opened
 from resihp.controller.fail_slow.thresholds import (
     CLEARED_ITERATIONS,
     MIN_PEER_SLOWDOWN_SHARE,
     MIN_SPEED_CHANGE,
 )
+from resihp.controller.fail_slow.verdict_entries import in_training, update_speeds
 from resihp.controller.probing import probe_orders
 from resihp.controller.state.job import Job
 from resihp.detector.findings import Finding

@@ -4,7 +4,7 @@ data, and the job as a whole.
 These parts cannot be measured apart from training, and no plan avoids them. They are reported, with their cost, until
 they end. Slowness that lasts becomes a verdict. A group's collectives wait for the slow devices of the group, and every
 rank waits for every other rank, so a slow part is no failure of its own if a cause is known since about the same time.
-Called by `slowness`, `slow_links`, `convictions` and `measured_suspects`.
+Called by `slowness`, `slow_links`, `verdict_entries` and `device_verdicts`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Handle slow devices and links: from the detector's finding to a verdict, and to a better plan.
 
 A finding is a suspicion. Its suspects are measured between two iterations, together with a few reference devices. One
-suspicion is open at a time; later findings are added to it or wait. `slow_devices` and `measured_suspects` decide about
+suspicion is open at a time; later findings are added to it or wait. `slow_devices` and `device_verdicts` decide about
 devices, `slow_links` about links, and `slow_parts` about everything that cannot be measured. After a verdict the
 planner is asked for a better plan, and training is interrupted only if that plan gains enough. A verdict ends when the
 detector finds normal speed again. No node is drained for being slow: the job continues to use it.
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Set
 import msgspec
 
 from resihp.controller import replan_policy, startup
-from resihp.controller.fail_slow import measured_suspects, slow_devices, slow_links, slow_parts, suspicions
+from resihp.controller.fail_slow import device_verdicts, slow_devices, slow_links, slow_parts, suspicions
 from resihp.controller.fail_slow.thresholds import RECOVERED_SPEED
 from resihp.controller.nodes import joins
 from resihp.controller.probing import probe_orders, probe_results, second_looks
@@ -88,7 +88,7 @@ def concluded(job: Job, done: Examination) -> None:
         return
     if done.occasion == "suspicion":
         if not second_looks.suspects_again(job, done):
-            measured_suspects.decide(job, done)
+            device_verdicts.decide(job, done)
         return
     complete = second_looks.after(job, done)
     if complete is None:

@@ -1,7 +1,7 @@
 """Journal suspicions of slowness: their beginnings, and an outcome for each. One suspicion is open at a time.
 
 They are numbered together with suspicions of silence (`fail_stop.silence`). Makes no decision. Called by
-`slow_devices`, `measured_suspects`, `slow_links`, `slow_parts` and `slowness`.
+`slow_devices`, `device_verdicts`, `slow_links`, `slow_parts` and `slowness`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The thresholds for declaring devices, parts and jobs slow: a value, its unit and its reason each.
 
 Makes no decision itself. The probability and the probe speeds that a verdict needs are configuration keys and not
-listed here (`resihp.settings.Thresholds`). Read by `slow_devices`, `measured_suspects`, `slow_parts`, `suspicions`,
+listed here (`resihp.settings.Detection`). Read by `slow_devices`, `device_verdicts`, `slow_parts`, `suspicions`,
 `slowness`, `probe_results` and `second_looks`.
 
 A verdict on a device adds up log odds: those of its probe, plus those of the detector's finding, less a penalty for the

@@ -1,9 +1,7 @@
 """Handle a lost worker, a lost node, an exception or broken communication.
 
-`transition_after` starts the change from a lost rank to the next plan: `transition.park` stops the survivors,
-`transition.decide_when_parked` has `next_plan.best` choose a plan, and `transition.propose` sends the plan to the
-ranks. Before the first plan, `startup` takes the place of these functions. Does not decide about causes: `own_causes`
-and `root_causes` do.
+`replan_after_loss` starts the change from a lost rank to the next plan; the package lists the steps that follow.
+Before the first plan, `startup` takes their place. Does not decide about causes: `own_causes` and `root_causes` do.
 """
 
 from __future__ import annotations
@@ -14,8 +12,7 @@ from collections.abc import Collection
 from typing import Literal
 
 from resihp.controller import interface as api
-from resihp.controller import iterations, startup
-from resihp.controller import transition as transitions
+from resihp.controller import iterations, startup, transition
 from resihp.controller.fail_stop import incidents, own_causes, silence
 from resihp.controller.nodes import joins
 from resihp.controller.state.incidents import Incident
@@ -59,7 +56,7 @@ def exited(job: Job, event: api.WorkerExited) -> None:
         joins.exited(job, member, ending(event.status))
         return
     incident(job, member, event.status)
-    transition_after(job, {member.rank}, f"{job.where(member.rank)}: {_ending_of(member, event.status)}")
+    replan_after_loss(job, {member.rank}, f"{job.where(member.rank)}: {_ending_of(member, event.status)}")
     joins.respawn(job, member)
 
 
@@ -173,7 +170,7 @@ def under_way(job: Job, victims: set[int]) -> int:
     return max([job.record.committed, *(member.stepped for member in members)]) + 1
 
 
-def transition_after(job: Job, lost_ranks: set[int], reason: str) -> None:
+def replan_after_loss(job: Job, lost_ranks: set[int], reason: str) -> None:
     """Park all ranks after the loss of `lost_ranks`, unless the lost ranks had no work or training is done.
 
     If all other ranks have already been ordered to park, the order is not repeated: the nodes of a rack all die within
@@ -181,7 +178,7 @@ def transition_after(job: Job, lost_ranks: set[int], reason: str) -> None:
     """
     if job.stage in ("recovering", "gathering", "ended"):
         return
-    if job.stop_request is not None and transitions.is_settling(job):
+    if job.stop_request is not None and transition.is_settling(job):
         return
     if job.training and job.record.plan is not None:
         done = iterations.is_over(job)
@@ -196,10 +193,10 @@ def transition_after(job: Job, lost_ranks: set[int], reason: str) -> None:
         if job.stage != "parking":
             incidents.log_incidents(job)
         return
-    if transitions.is_settling(job):
-        transitions.go_on_without(job, lost_ranks)
+    if transition.is_settling(job):
+        transition.go_on_without(job, lost_ranks)
     else:
-        transitions.park(job, reason)
+        transition.park(job, reason)
 
 
 def node_lost(job: Job, name: str, reason: str, how: HowLost = "silent", *, cannot_start: bool = False) -> None:
@@ -224,7 +221,7 @@ def node_lost(job: Job, name: str, reason: str, how: HowLost = "silent", *, cann
         return
     victims = node_incident(job, name, reason, ranks)
     if victims:
-        transition_after(job, victims, f"node {name}: {reason}")
+        replan_after_loss(job, victims, f"node {name}: {reason}")
 
 
 def node_lost_early(job: Job, name: str, reason: str, *, cannot_start: bool = False) -> None:
@@ -346,12 +343,12 @@ def never_started(job: Job, rank: int, reason: str) -> None:
 def stuck(job: Job, member: Member, stuck: m.Stuck) -> None:
     """Note that a transfer of a rank broke. If a peer has died, the report of its exit follows; `watchdog.tick` waits
     for that report."""
-    transition = job.transition
+    ongoing = job.transition
     if stuck.epoch == job.epoch:
         if job.stuck is None:
             job.stuck = (job.now, member.rank, stuck.error)
-    elif transition is not None and job.record.plan is not None and stuck.epoch == job.record.plan.epoch:
-        transitions.broke(job, f"rank {member.rank}: {stuck.error}")
+    elif ongoing is not None and job.record.plan is not None and stuck.epoch == job.record.plan.epoch:
+        transition.broke(job, f"rank {member.rank}: {stuck.error}")
 
 
 def communication_failed(job: Job, evidence: str) -> None:
@@ -377,7 +374,7 @@ def communication_failed(job: Job, evidence: str) -> None:
             epoch=job.epoch,
         )
     )
-    transitions.park(job, evidence, cautious=job.transition is not None and job.transition.cautious)
+    transition.park(job, evidence, cautious=job.transition is not None and job.transition.cautious)
 
 
 def _ending_of(member: Member, status: int) -> str:

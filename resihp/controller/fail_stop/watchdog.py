@@ -6,8 +6,7 @@ from __future__ import annotations
 import signal as signals
 
 from resihp.controller import interface as api
-from resihp.controller import iterations
-from resihp.controller import transition as transitions
+from resihp.controller import iterations, transition
 from resihp.controller.fail_stop import early_losses, failures, incidents, last_to_leave, liveness, silence
 from resihp.controller.nodes import joins
 from resihp.controller.state.job import Job
@@ -227,17 +226,17 @@ def is_saving(job: Job, member: Member) -> bool:
 def judge_transition(job: Job) -> None:
     """Kill ranks that do not answer in a transition: a stopped process soon, others after the time budget of the
     stage."""
-    transition = job.transition
-    assert transition is not None
-    waited_s = job.now - max(transition.stage_at, transition.moved_at)
-    late = [job.members[rank] for rank in sorted(transition.waiting) if not is_saving(job, job.members[rank])]
+    ongoing = job.transition
+    assert ongoing is not None
+    waited_s = job.now - max(ongoing.stage_at, ongoing.moved_at)
+    late = [job.members[rank] for rank in sorted(ongoing.waiting) if not is_saving(job, job.members[rank])]
     stopped = [member for member in late if liveness.is_stopped(member, job.now, job.settings)]
     if stopped and waited_s > liveness.silence_limit_s(job.settings):
         fence(job, stopped)
         return
     if late and waited_s > liveness.hang_suspected_s(job.settings, job.predicted_s):
-        transitions.urge(job, f"did not finish the iteration within {waited_s:.1f} s")
-    budget_s = stage_budget_s(job, transition)
+        transition.urge(job, f"did not finish the iteration within {waited_s:.1f} s")
+    budget_s = stage_budget_s(job, ongoing)
     if job.stage == "proposing" and waited_s <= job.settings.transition_budget_s:
         # Each rank checks the whole plan, without progress in its heartbeats: for 8,192 ranks this takes many seconds.
         late = [member for member in late if liveness.is_mute(member, job.now, job.settings)]
@@ -253,9 +252,9 @@ def judge_transition(job: Job) -> None:
         failures.communication_failed(job, f"communicators of epoch {job.epoch} were not built within {budget_s:.0f} s")
 
 
-def stage_budget_s(job: Job, transition: Transition) -> float:
+def stage_budget_s(job: Job, ongoing: Transition) -> float:
     """Return the seconds within which ranks have to answer in the present stage of a transition."""
-    if job.stage == "building" or transition.initial:
+    if job.stage == "building" or ongoing.initial:
         return job.settings.transition_budget_s
     return job.settings.hang_given_up_s
 

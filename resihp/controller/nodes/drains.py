@@ -133,7 +133,7 @@ def _decision(job: Job, verdict: Verdict) -> Decision | None:
         answers=lost_node is not None and lost_node.answers,
         together=lost_node is not None and _together(job, lost_node),
         died_before=verdict.node in job.settings.died_before,
-        may_drain=sum(drain.measure == "drain" for drain in record.drains.values()) < job.settings.drains,
+        may_drain=sum(drain.measure == "drain" for drain in record.drains.values()) < job.settings.drains_left,
     )
 
 

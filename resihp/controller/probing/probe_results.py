@@ -3,7 +3,7 @@
 `resihp.detector.probes` judges the answers, and `resihp.detector.suspects` those to a suspicion. A device that is not
 fit gets no work in the first plan: it stands by, so that the detector does not learn its speed as healthy. Decides with
 which earlier speeds the answers are compared. The callers decide about the consequences: `slowness`, `slow_links`,
-`measured_suspects` and `second_looks`.
+`device_verdicts` and `second_looks`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def conclude(job: Job, examination: Examination) -> dict[int, probes.Judged]:
     link_speeds = probes.judge_links(link_times, job.node_of)
     best = _best_speeds(examination, speeds)
     devices = tuple(_entry(job, verdict, best.get(rank)) for rank, verdict in sorted(judged.items()))
-    min_speed = job.settings.detection.thresholds.link_fit
+    min_speed = job.settings.detection.probe_limits.link_fit
     slow = sorted(pair for pair, speed in link_speeds.items() if speed < min_speed)
     _log(job, examination, devices, link_times, link_speeds, slow)
     for a, b in slow:
@@ -57,7 +57,7 @@ def _judge(job: Job, examination: Examination, speeds: dict[int, m.Speed]) -> di
     failed |= _missing_answers(job, examination)
     past = {rank: _usual(job, job.device_of(rank)) for rank in _past(job, speeds)}
     others = _others(job, examination)
-    verdicts = probes.judge_devices(speeds | others, failed, past, job.settings.detection.thresholds)
+    verdicts = probes.judge_devices(speeds | others, failed, past, job.settings.detection.probe_limits)
     probed_ranks = set(examination.asked)
     judged = {rank: verdict for rank, verdict in verdicts.items() if rank in probed_ranks}
     judged |= {rank: verdict for rank, verdict in examination.settled.items() if rank in speeds}
@@ -153,7 +153,7 @@ def _standby_in_doubt(job: Job, examination: Examination, judged: probes.Judged)
         return False
     shared, device = examination.answers[judged.rank].shared, job.device_of(judged.rank)
     if device in job.record.unfit:
-        return judged.speed < probes.DOUBT_SHARE and (shared or judged.speed >= job.settings.detection.thresholds.fit)
+        return judged.speed < probes.DOUBT_SHARE and (shared or judged.speed >= job.settings.detection.probe_limits.fit)
     return shared and judged.speed < RECOVERED_SPEED
 
 
@@ -191,10 +191,10 @@ def weigh_suspicion(job: Job, examination: Examination) -> suspects.Verdicts:
     failed = failed_looks(examination)
     named = {rank for finding in examination.findings for rank in finding.ranks}
     all_devices = any(not finding.ranks for finding in examination.findings)
-    suspected, wanted = None if all_devices else named, job.settings.detection.thresholds
+    suspected, limits = None if all_devices else named, job.settings.detection.probe_limits
     usual, shared = job.record.common_share, any(answer.shared for _, answer in answers)
     speeds = {rank: speed for rank, speed in speeds.items() if rank not in failed}
-    return suspects.judge(speeds, failed, _past(job, speeds), suspected, usual, wanted, shared=shared)
+    return suspects.judge(speeds, failed, _past(job, speeds), suspected, usual, limits, shared=shared)
 
 
 def conclude_suspicion(job: Job, examination: Examination) -> suspects.Verdicts:
@@ -232,9 +232,9 @@ def conclude_link(job: Job, examination: Examination, suspect: Link) -> probes.J
     """Judge a suspected link; record and report the judgement. Returns None if the link was not measured."""
     link = link_ends(suspect)
     del job.examinations[examination.probe]
-    times, wanted = _link_seconds(examination), job.settings.detection.thresholds
+    times, limits = _link_seconds(examination), job.settings.detection.probe_limits
     speeds: dict[probes.Pair, float | None] = {**probes.judge_links(times, job.node_of)}
-    judged = probes.judge_link(link, times, job.node_of, job.record.link_seconds, wanted) if link in times else None
+    judged = probes.judge_link(link, times, job.node_of, job.record.link_seconds, limits) if link in times else None
     if judged is not None:
         speeds[link] = judged.speed
     _log(job, examination, (), times, speeds, (link,) if judged is not None and judged.slow else ())
@@ -307,7 +307,7 @@ def _slow_nodes(job: Job, fleet: Mapping[int, m.Speed]) -> tuple[dict[str, tuple
     were judged."""
     places = {rank: _place(job, rank, speed) for rank, speed in fleet.items()}
     shares = probes.judge_nodes(fleet, places, job.usual_speeds)
-    min_speed = job.settings.detection.thresholds.fit
+    min_speed = job.settings.detection.probe_limits.fit
     return {node: share for node, share in shares.items() if share[0] < min_speed}, len(shares)
 
 

@@ -25,7 +25,7 @@ from resihp.controller.probing import probe_orders, probe_results
 from resihp.controller.state.examinations import Examination, SecondLooks
 from resihp.controller.state.job import Job
 from resihp.detector import probes
-from resihp.settings import Thresholds
+from resihp.settings import ProbeLimits
 
 
 def after(job: Job, done: Examination) -> Examination | None:
@@ -136,7 +136,7 @@ def _look_again(job: Job, looks: SecondLooks) -> bool:
     device."""
     first = looks.first
     if looks.taken:
-        _judge(looks, job.settings.detection.thresholds)
+        _judge(looks, job.settings.detection.probe_limits)
     for rank in looks.doubted:
         if not job.members[rank].alive:  # its process has died meanwhile: nothing is known
             first.answers.pop(rank, None)
@@ -171,7 +171,7 @@ def _turns(job: Job, looks: SecondLooks) -> list[tuple[int, ...]]:
     return probes.in_turns(ranks, machines, shared)
 
 
-def _judge(looks: SecondLooks, wanted: Thresholds) -> None:
+def _judge(looks: SecondLooks, limits: ProbeLimits) -> None:
     """Judge the devices that are no longer doubtful. If a device could not be measured again, its first look counts."""
     first = looks.first
     speeds = [first.best[rank] for rank in looks.references if rank in first.best]
@@ -184,7 +184,7 @@ def _judge(looks: SecondLooks, wanted: Thresholds) -> None:
         shared = first.answers[rank].shared
         within = probes.SHARED_LOOKS if shared and first.occasion != "start" else probes.RECHECK_LOOKS
         judged = probes.judge_again(
-            rank, first.best[rank], speeds, looks.taken, shared=shared, wanted=wanted, within=within
+            rank, first.best[rank], speeds, looks.taken, shared=shared, limits=limits, within=within
         )
         if judged is None:
             undecided.append(rank)

@@ -467,7 +467,7 @@ def test_what_dies_elsewhere_when_an_agent_is_signalled_is_not_blamed() -> None:
 
 
 def test_a_verdict_that_a_signal_puts_in_doubt_leads_to_no_drain() -> None:
-    job = trained(nodes=3, drains=4)
+    job = trained(nodes=3, drains_left=4)
     job.feed(api.AgentLost(node="n2", reason="connection closed"))
     job.park(stepped=2)
     assert [failure.node for failure in job.all(FailureFound)] == ["n2"]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resihp.detector.probes import (
-    DEFAULT_THRESHOLDS,
+    DEFAULT_PROBE_LIMITS,
     RECHECK_LOOKS,
     Former,
     beside,
@@ -131,7 +131,7 @@ def test_thousands_are_not_each_compared_with_thousands() -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "fit"), [(DEFAULT_THRESHOLDS.fit + 0.01, True), (DEFAULT_THRESHOLDS.fit - 0.01, False)]
+    ("share", "fit"), [(DEFAULT_PROBE_LIMITS.fit + 0.01, True), (DEFAULT_PROBE_LIMITS.fit - 0.01, False)]
 )
 def test_small_differences_between_devices_are_normal(share: float, fit: bool) -> None:
     judged = judge_devices({**{rank: at(1) for rank in range(7)}, 7: at(share)}, {})
@@ -161,7 +161,7 @@ def test_what_all_devices_lost_together_shows_in_their_past() -> None:
     assert not any(verdict.fit for verdict in judged.values())
 
 
-def test_a_device_that_was_always_slower_is_not_acquitted_by_its_past() -> None:
+def test_a_device_that_was_always_slower_is_not_cleared_by_its_past() -> None:
     judged = judge_devices({0: at(1), 1: at(1), 2: at(0.5)}, {}, {2: at(0.5)})
     assert (judged[2].speed, judged[2].fit) == (0.5, False)
 
@@ -351,8 +351,8 @@ def test_a_ring_of_none_one_and_two() -> None:
     assert ring([5, 3]) == (((3, 5),),)
 
 
-def test_a_disturbed_witness_does_not_acquit_who_is_slower_than_all() -> None:
-    """Others' work only makes a device look slower: who is far below the slowest witness is slow."""
+def test_a_disturbed_reference_device_does_not_clear_a_device_that_is_slower_than_all() -> None:
+    """Others' work only makes a device look slower: a device that is far below the slowest witness is slow."""
     witnesses = [at(1.0), at(1.0), at(1.0), at(0.85)]
     assert judge_again(0, at(0.3), witnesses, 2, shared=False) is None
     judged = judge_again(0, at(0.3), witnesses, 3, shared=False)

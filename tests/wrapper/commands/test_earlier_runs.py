@@ -28,23 +28,23 @@ def decides(request: RunRequest, *decisions: tuple[str, str, str]) -> None:
 
 def test_a_job_that_is_run_again_has_what_is_left_of_its_drains(batch: Path) -> None:
     first = start()
-    assert (first.settings.drains, first.settings.died_before) == (2, ())
+    assert (first.settings.drains_left, first.settings.died_before) == (2, ())
     decides(first, ("n3", "drain", "hardware"), ("n4", "exclude", "died"), ("n5", "exclude", "agent"))
     checkpoint(first, 10)
     again = start(1)
-    assert (again.settings.drains, again.settings.died_before) == (1, ("n4",))
+    assert (again.settings.drains_left, again.settings.died_before) == (1, ("n4",))
     decides(again, ("n4", "drain", "died again"))
     checkpoint(again, 20)
     third = start(2)
-    assert (third.settings.drains, third.settings.died_before) == (0, ("n4",))
+    assert (third.settings.drains_left, third.settings.died_before) == (0, ("n4",))
     decides(third)
     checkpoint(third, 30)
-    assert start(3).settings.drains == 0, "never less"
+    assert start(3).settings.drains_left == 0, "never less"
 
 
 def test_a_run_whose_journal_is_lost_may_have_used_all(batch: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start()
-    assert start(1).settings.drains == 0
+    assert start(1).settings.drains_left == 0
     assert "77: its journal cannot be read; assuming that it had 2 nodes drained" in capsys.readouterr().err
 
 

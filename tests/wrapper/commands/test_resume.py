@@ -155,7 +155,7 @@ def test_what_the_allocation_is_reaches_the_controller(batch: Path, monkeypatch:
     assert (request.slurm.job_id, request.slurm.cluster, request.slurm.cpus, request.slurm.gpus) == ("77", "fake", 8, 2)
     assert request.slurm.partition == "gpu", "replacements go where the job is"
     settings = request.settings
-    assert (settings.slurm, settings.spares, settings.replacements, settings.drains) == (True, 1, 3, 2)
+    assert (settings.slurm, settings.spares, settings.replacements, settings.drains_left) == (True, 1, 3, 2)
     assert (settings.batch_node, settings.on_warning, settings.replacement_least_left_s) == ("n1", "end", 1800)
 
 

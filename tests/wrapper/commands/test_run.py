@@ -15,7 +15,7 @@ import pytest
 
 from resihp import errors
 from resihp.errors import CheckpointError, ConfigurationError, JobNotFoundError, LayoutError, UsageError
-from resihp.settings import Detection, Thresholds
+from resihp.settings import Detection, ProbeLimits
 from resihp.worker.checkpoints import write_manifest
 from wrapper.commands import run
 from wrapper.commands.run import Options, prepare
@@ -96,7 +96,7 @@ def test_how_slow_devices_are_looked_for_reaches_the_controllers_settings(
         monkeypatch.setenv(f"RESIHP_DETECT__{name}", value)
     monkeypatch.setenv("RESIHP_ADAPT__MODE", "observe")
     settings = prepare(options()).settings
-    assert settings.detection == Detection(mode="paper", thresholds=Thresholds(fit=0.7, sure=0.9))
+    assert settings.detection == Detection(mode="paper", sure=0.9, probe_limits=ProbeLimits(fit=0.7))
     assert settings.observes
     monkeypatch.setenv("RESIHP_DETECT__MODE", "sequential")
     for name, value in {"LEAST": "0.1", "PATIENCE": "7", "FALSE_ALARMS_PER": "500"}.items():

@@ -206,17 +206,17 @@ def job(name: str, day: float, *entries: journal.AnyEntry) -> Iterator[tuple[jou
 
 @pytest.fixture
 def shared(tmp_path: Path) -> str:
-    """Device 1 of n2 was suspected in three of five jobs, and of n1 device 0 was convicted in one."""
+    """Device 1 of n2 was suspected in three of five jobs, and device 0 of n1 was declared slow in one."""
     url = f"sqlite:///{tmp_path}/shared.db"
     five = suspected(1, 5)
-    guilty = msgspec.structs.replace(SLOW, ranks=(0,), node="n1", device=0)
+    slow = msgspec.structs.replace(SLOW, ranks=(0,), node="n1", device=0)
     stories = {
         "a": [five, ended(five, "fine", "its probe is fine")],
         "b": [five, ended(five, "unconfirmed", "nothing could be measured")],
         "c": [
             ended(five, "dropped", "another's"),
             suspected(2, 0),
-            guilty,
+            slow,
             ended(suspected(2, 0), "slow", "a verdict"),
         ],
         "d": [suspected(1, 4), ended(suspected(1, 4, 5), "fine", "both probes are fine")],

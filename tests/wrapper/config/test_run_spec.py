@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from resihp.errors import UsageError
+from resihp.settings import Detection, ProbeLimits
 from tests.wrapper.run_requests import run_request
 from wrapper.config.run_spec import load
 
@@ -26,11 +28,20 @@ def test_a_run_of_the_version_before_goes_on_after_an_update() -> None:
     assert (settings.schedule, settings.chunks, settings.memory_bytes) == ("interleaved", 2, 80_000_000_000)
     assert (settings.come_backs, settings.recheck_s, settings.checkpoint_every) == (5, 30.0, 5)
     assert [(fault.kind, fault.rank, fault.iteration) for fault in settings.faults] == [("kill", 1, 3)]
-    assert (settings.slurm, settings.batch_node, settings.drains, settings.died_before) == (True, "n1", 1, ("n9",))
+    assert (settings.slurm, settings.batch_node, settings.drains_left, settings.died_before) == (True, "n1", 1, ("n9",))
     assert (settings.replacements, settings.replacement_least_left_s) == (2, 600.0)
     assert (settings.may_requeue, settings.restarts_left) == (True, 2)
     assert found.slurm is not None
     assert found.slurm.host_names == {"n1": "10.0.0.1"}
+
+
+def test_limits_of_a_run_of_a_development_version_are_kept_after_an_update(tmp_path: Path) -> None:
+    path = run_request("j1", tmp_path, nodes=2).save()
+    document = json.loads(path.read_text())
+    del document["settings"]["detection"]["sure"]
+    document["settings"]["detection"]["thresholds"] |= {"fit": 0.7, "sure": 0.9}
+    path.write_text(json.dumps(document))
+    assert load(path).settings.detection == Detection(sure=0.9, probe_limits=ProbeLimits(fit=0.7))
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"settings": {}}', '{"virtual_stages": 1}', "null"])

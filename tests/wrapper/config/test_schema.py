@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from resihp.errors import ConfigurationError
-from resihp.settings import Detection, Settings, Thresholds
+from resihp.settings import Detection, ProbeLimits, Settings
 from wrapper.commands import run
 from wrapper.config import schema
 from wrapper.config.schema import Configuration
@@ -264,7 +264,7 @@ def test_a_default_of_the_controller_is_stated_once() -> None:
     """A key that `resihp run` hands to the controller as it is has the default of the controller's setting."""
     with_default = {
         field.name
-        for struct in (Settings, Detection, Thresholds)
+        for struct in (Settings, Detection, ProbeLimits)
         for field in msgspec.structs.fields(struct)
         if not field.required
     }
@@ -284,5 +284,5 @@ def test_a_default_of_the_controller_is_stated_once() -> None:
         for key in section.body
         if isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name) and key.value is not None
     }
-    stated_twice = [key for key in keys if not re.search(r"_(SETTINGS|DETECTION|THRESHOLDS)\.", defaults[key])]
+    stated_twice = [key for key in keys if not re.search(r"_(SETTINGS|DETECTION|PROBE_LIMITS)\.", defaults[key])]
     assert not stated_twice, "take it from `resihp.settings`"

@@ -206,7 +206,7 @@ def test_a_newcomer_that_dies_in_doubt_leaves_its_device_unjudged() -> None:
 
 
 @pytest.mark.parametrize("looks", [1, 3])
-def test_on_shared_processors_a_suspect_is_convicted_by_three_looks_and_not_by_one(looks: int) -> None:
+def test_on_shared_processors_a_suspect_is_declared_slow_by_three_looks_and_not_by_one(looks: int) -> None:
     """Rank 3 trains at half its speed for a while, and its probe shows as much in the first `looks` of them."""
     job = ComeBack().live(2, newcomer_at(1.0))
     plans = len(job.all(PlanDecided))

@@ -349,9 +349,9 @@ def test_what_a_slow_device_leaves_unexplained_of_whole_iterations_is_told_once_
     assert ("job", "the known slow devices and links do not explain it") in found
 
 
-@pytest.mark.parametrize(("change", "convicted"), [(0.1, False), (0.6, True)])
-def test_who_is_a_little_slower_while_something_far_larger_is_unexplained_is_not_convicted_by_training_alone(
-    change: float, convicted: bool
+@pytest.mark.parametrize(("change", "declared_slow"), [(0.1, False), (0.6, True)])
+def test_a_slightly_slower_device_beside_a_far_larger_unexplained_slowdown_is_not_declared_slow_by_training_alone(
+    change: float, declared_slow: bool
 ) -> None:
     """Longer transfers take processors from it, its clock falls while it waits: that is what it suffers, not does."""
     job = twelve_times_as_slow(finding(3, iteration=6, change=0.05))
@@ -359,10 +359,10 @@ def test_who_is_a_little_slower_while_something_far_larger_is_unexplained_is_not
     job.find(finding(3, iteration=8, change=change))
     job.monitor.estimates = {3: 1 / (1 + change)}
     job.measure()
-    assert bool(slow_ones(job)) == convicted
+    assert bool(slow_ones(job)) == declared_slow
     suspicions = [entry for entry in job.all(Suspected) if entry.cleared]
-    assert [entry.outcome for entry in suspicions] == ["fine", "slow" if convicted else "fine"]
-    if not convicted:
+    assert [entry.outcome for entry in suspicions] == ["fine", "slow" if declared_slow else "fine"]
+    if not declared_slow:
         told = "its probe is fine, and it accounts for little of the excess iteration time"
         assert suspicions[-1].evidence == told
         assert job.texts("notice")[-1] == f"rank 3 (n2 device 1): no longer suspected to be slow, {told}"
@@ -712,7 +712,7 @@ def test_on_shared_processors_a_link_is_slow_if_it_is_in_each_of_three_looks() -
 
 
 @pytest.mark.parametrize("well", [1, 2, 3])
-def test_on_shared_processors_one_look_that_finds_a_link_well_acquits_it(well: int) -> None:
+def test_on_shared_processors_one_look_that_finds_a_link_well_clears_it(well: int) -> None:
     job = linked(finding(link=(1, 2), change=3.0))
     for look in range(1, well + 1):
         measure_links(job, {(1, 2): 1.1e-3 if look == well else 5e-3}, shared=True)
@@ -965,7 +965,7 @@ def test_a_device_that_dies_while_it_stands_by_is_not_measured() -> None:
 
 
 def test_nothing_is_drained_for_being_slow() -> None:
-    job = Job(nodes=4, slurm=True, drains=4, replacements=4, batch_node="n1").run(2)
+    job = Job(nodes=4, slurm=True, drains_left=4, replacements=4, batch_node="n1").run(2)
     job.slow_by_verdict(3, 0.05)
     job.find(finding(link=(0, 4)))
     measure_links(job, {(0, 4): 5e-3})

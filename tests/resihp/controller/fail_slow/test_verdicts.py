@@ -66,7 +66,7 @@ def test_numbers_go_on_under_a_new_supervisor_which_could_confirm_nothing() -> N
     assert heir.job.record.suspects_slow is None
 
 
-def test_who_did_not_answer_is_neither_acquitted_nor_convicted() -> None:
+def test_a_suspect_that_did_not_answer_is_neither_cleared_nor_declared_slow() -> None:
     job = Job(finding(3), probe_budget_s=5.0).run(5)
     job.train(6)
     assert outcomes(job) == [(1, ""), (1, "unconfirmed")]
@@ -90,7 +90,7 @@ def test_what_is_dropped_is_told_once_and_leaves_the_open_suspicion_open() -> No
 # --- several at once ----------------------------------------------------------------------------------------------
 
 
-def test_everyone_whom_the_probe_confirms_is_convicted_at_once_and_one_plan_answers() -> None:
+def test_all_devices_that_the_probe_confirms_are_declared_slow_at_once_and_one_plan_answers() -> None:
     job = Job(nodes=2, gpus=4).run(4)
     answer = job.find(finding(4), finding(5), finding(6), finding(7))
     assert [entry.ranks for entry in job.all(Suspected)] == [(4, 5, 6, 7)]
@@ -161,7 +161,7 @@ def test_a_thousand_groups_of_eight_are_judged_within_seconds() -> None:
     assert max(len(entry.evidence) for entry in fine) < 200
 
 
-def test_the_rest_of_a_suspects_group_is_measured_and_convicted_with_it() -> None:
+def test_the_rest_of_a_suspects_group_is_measured_and_declared_slow_with_it() -> None:
     job = Job(nodes=4, gpus=2, tp=2, pp=1, records=DEAR).run(4)
     job.find(finding(2))
     assert 3 in job.asked
@@ -198,7 +198,7 @@ def test_a_suspect_that_may_just_wait_takes_no_other_suspect_with_it() -> None:
     assert [entry.ranks for entry in slow_ones(job)] == [(3,), (5,)]
 
 
-def test_who_may_just_wait_is_not_convicted_for_it_where_no_other_suspect_is_slow() -> None:
+def test_a_suspect_that_may_just_wait_is_not_declared_slow_where_no_other_suspect_is_slow() -> None:
     job = Job(nodes=4, gpus=2, tp=2, pp=1, records=DEAR).run(4)
     job.find(finding(2, 3))
     job.measure({3: 0.5})
@@ -294,7 +294,7 @@ def test_all_of_a_finding_that_recover_have_their_failures_ended() -> None:
     assert job.job.record.slow == {}
 
 
-def test_a_suspect_that_recovers_while_it_is_measured_is_not_convicted() -> None:
+def test_a_suspect_that_recovers_while_it_is_measured_is_not_declared_slow() -> None:
     job = Job(records=DEAR).run(4)
     job.find(finding(3))
     job.find(finding(3, kind="recovered"))
@@ -306,7 +306,7 @@ def test_a_suspect_that_recovers_while_it_is_measured_is_not_convicted() -> None
 # --- everybody ----------------------------------------------------------------------------------------------------
 
 
-def test_what_all_have_lost_is_the_jobs_with_its_cost_and_convicts_nobody() -> None:
+def test_a_loss_of_all_devices_is_the_jobs_with_its_cost_and_no_device_is_declared_slow() -> None:
     job = known(nodes=8)
     job.find(of_nobody())
     job.measure(dict.fromkeys(range(16), 0.8) | {3: 0.79, 5: 0.81})
@@ -322,7 +322,7 @@ def test_what_all_have_lost_is_the_jobs_with_its_cost_and_convicts_nobody() -> N
     assert job.job.record.slow_job is None
 
 
-def test_among_all_that_are_slower_who_stands_out_is_convicted() -> None:
+def test_a_device_that_stands_out_among_slower_ones_is_declared_slow() -> None:
     job = known(nodes=8)
     job.find(of_nobody())
     job.measure(dict.fromkeys(range(16), 0.9) | {3: 0.6})
@@ -534,7 +534,7 @@ def test_five_percent_that_the_probe_shows_are_enough_for_who_is_found() -> None
     assert slow_ones(job)[0].confidence == pytest.approx(1.0, abs=1e-3)
 
 
-def test_an_acquittal_is_forgotten_after_a_while() -> None:
+def test_that_a_suspect_was_cleared_is_forgotten_after_a_while() -> None:
     job = Job(records=DEAR).run(4)
     job.find(finding(3, change=0.05))
     job.measure()
@@ -561,14 +561,14 @@ def test_a_little_that_training_shows_alone_is_no_verdict_however_often_it_is_fo
 
 def test_a_large_change_is_believed_where_the_probe_leans_to_it_and_not_against_a_fine_one() -> None:
     noisy = {0: 0.7, 1: 1.0, 2: 1.0, 4: 0.75}
-    for share, convicted in ((0.4, True), (1.0, False)):
+    for share, declared_slow in ((0.4, True), (1.0, False)):
         job = known()
         job.find(finding(3, change=1.5, confidence=1.0 - 1e-9))
         job.measure({rank: noisy.get(rank, 1.0) for rank in range(6)} | {3: share})
-        assert bool(slow_ones(job)) == convicted
+        assert bool(slow_ones(job)) == declared_slow
 
 
-def test_who_is_slow_now_and_then_is_convicted_though_its_probe_is_fine() -> None:
+def test_a_device_that_is_slow_now_and_then_is_declared_slow_though_its_probe_is_fine() -> None:
     job = Job(records=DEAR).run(4)
     job.find(finding(3, change=0.2, intermittent=Intermittent(share=0.1, factor=3.0)))
     job.measure()

@@ -142,7 +142,7 @@ def test_half_of_the_ranks_on_two_nodes_are_enough_to_blame_the_script(others: t
 @pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
 def test_what_all_of_one_node_raise_is_the_nodes(first: bool) -> None:
     """One machine lacks a library: it is lost, as if it had died, and another one may come in its place."""
-    job = gathered(replacements=1, drains=1)
+    job = gathered(replacements=1, drains_left=1)
     job.spawn(0, 1)
     if not first:
         job.train(2, 3)

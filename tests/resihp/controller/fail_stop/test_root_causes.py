@@ -172,7 +172,7 @@ def test_a_program_that_asks_for_too_much_memory_names_no_node(told: str) -> Non
 )
 def test_an_error_of_a_device_that_the_program_did_not_ask_for_is_the_devices(error: str, devices: bool) -> None:
     """The process is started again there, after an examination of the device; nobody is drained for it."""
-    job = Job(slurm=True, drains=4, batch_node="n1")
+    job = Job(slurm=True, drains_left=4, batch_node="n1")
     job.raise_(3, error)
     job.exit(3)
     (entry,) = job.failures()
@@ -194,7 +194,7 @@ def test_what_a_rank_raised_is_told_even_where_its_traceback_is_cut_short() -> N
 
 
 def test_an_exception_of_the_program_names_no_node() -> None:
-    job = Job(slurm=True, drains=4, batch_node="n1")
+    job = Job(slurm=True, drains_left=4, batch_node="n1")
     error = "RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x8 and 4x8)"
     job.raise_(3, error)
     job.exit(3, traceback(error))
@@ -544,7 +544,7 @@ SIGNS = [
 
 
 def test_a_node_is_drained_for_a_device_that_is_to_blame() -> None:
-    job = Job(slurm=True, drains=4, batch_node="n3")
+    job = Job(slurm=True, drains_left=4, batch_node="n3")
     job.exit(1, GPU_LOST, OFF_THE_BUS)
     job.settle()
     for _ in range(5):
@@ -555,7 +555,7 @@ def test_a_node_is_drained_for_a_device_that_is_to_blame() -> None:
 
 
 def test_the_reason_of_a_drain_names_the_rank_once() -> None:
-    job = Job(slurm=True, drains=4, batch_node="n3")
+    job = Job(slurm=True, drains_left=4, batch_node="n3")
     job.exit(1, GPU_LOST, OFF_THE_BUS)
     job.settle()
     for _ in range(5):
@@ -566,7 +566,7 @@ def test_the_reason_of_a_drain_names_the_rank_once() -> None:
 
 @pytest.mark.parametrize("text", SIGNS)
 def test_no_node_is_drained_for_what_blames_nobody(text: str) -> None:
-    job = Job(slurm=True, drains=4, batch_node="n3")
+    job = Job(slurm=True, drains_left=4, batch_node="n3")
     job.exit(1, text)
     job.settle()
     for _ in range(5):

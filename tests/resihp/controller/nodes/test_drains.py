@@ -51,7 +51,7 @@ class Job(Direct):
             "pp": 2,
             "declare": LONG,
             "slurm": True,
-            "drains": 2,
+            "drains_left": 2,
             "replacements": 2,
             "batch_node": "n1",
             "replacement_wait_s": 5.0,
@@ -219,7 +219,7 @@ def test_nothing_is_done_without_slurm_and_to_the_batch_host(changes: dict[str, 
 
 
 def test_a_job_drains_no_more_nodes_than_it_may() -> None:
-    job = trained(nodes=6, drains=1)
+    job = trained(nodes=6, drains_left=1)
     job.lose("n2")
     job.train(5)
     for rank in (5, 7):
@@ -334,7 +334,7 @@ def test_a_node_that_answers_is_given_back_at_once() -> None:
 
 
 def test_a_refusal_is_not_now() -> None:
-    job = trained(drains=0)
+    job = trained(drains_left=0)
     job.lose("n3", reason=AGENT)
     times = []
     for _ in range(600):
@@ -350,7 +350,7 @@ def test_a_refusal_is_not_now() -> None:
 
 
 def test_a_later_try_may_succeed() -> None:
-    job = trained(drains=0)
+    job = trained(drains_left=0)
     job.lose("n3", reason=AGENT)
     job.train(3)
     job.feed(api.ReleaseAnswered(node="n3", outcome="unknown", text="no answer"))
@@ -360,7 +360,7 @@ def test_a_later_try_may_succeed() -> None:
 
 
 def test_the_batch_host_is_never_given_back_and_always_kept() -> None:
-    job = trained(nodes=6, batch_node="n3", drains=0)
+    job = trained(nodes=6, batch_node="n3", drains_left=0)
     job.lose("n3", reason=AGENT)
     job.train(20)
     assert job.asked(api.ReleaseNode) == []

@@ -89,17 +89,17 @@ def _with_more_work(observation: Observation, times: float) -> Observation:
 
 
 @BOTH
-@pytest.mark.parametrize("convicted", [True, False])
-def test_its_end_is_found_by_the_same_means(mode: Mode, convicted: bool) -> None:
+@pytest.mark.parametrize("declared_slow", [True, False])
+def test_its_end_is_found_by_the_same_means(mode: Mode, declared_slow: bool) -> None:
     job = Job(mode)
     job.slows_down(2.5)
-    if convicted:
+    if declared_slow:
         job.detector.confirmed(3, 0.4)
         assert job.detector.speeds() == {3: 0.4}
     job.run(30)
     job.factor = 1.0
     found = job.run(30)
-    assert [(one.kind, one.ranks) for one in found] == [("recovered", (3,) if convicted else ())]
+    assert [(one.kind, one.ranks) for one in found] == [("recovered", (3,) if declared_slow else ())]
     assert job.detector.speeds() == {}
 
 

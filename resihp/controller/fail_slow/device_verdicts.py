@@ -16,7 +16,6 @@ from typing import Literal
 import msgspec
 
 from resihp.controller.fail_slow import slow_parts
-from resihp.controller.fail_slow.convictions import DeviceVerdict, declare_slow, in_training
 from resihp.controller.fail_slow.slow_devices import awaited_peer, has_work, tensor_groups, was_cleared, without_verdict
 from resihp.controller.fail_slow.suspicions import IterationExcess, dropped, ended, excess, possible, some, speed_of
 from resihp.controller.fail_slow.thresholds import (
@@ -29,6 +28,7 @@ from resihp.controller.fail_slow.thresholds import (
     MIN_PROBE_LOG_ODDS,
     MIN_SLOWDOWN_SHARE_IN_PROBE,
 )
+from resihp.controller.fail_slow.verdict_entries import DeviceVerdict, declare_slow, in_training
 from resihp.controller.probing import probe_results
 from resihp.controller.state.examinations import Examination
 from resihp.controller.state.job import Job
@@ -200,7 +200,7 @@ def _declared_by_probe(job: Job, suspicion: _Suspicion) -> list[DeviceVerdict]:
     mates = _unnamed_mates(suspicion)
     declared = []
     speeds = job.monitor.speeds()
-    confidence = job.settings.detection.thresholds.sure
+    confidence = job.settings.detection.sure
     min_odds = math.log(confidence / (1.0 - confidence))
     for rank in sorted(answers):
         probe = suspicion.verdicts.devices.get(rank)

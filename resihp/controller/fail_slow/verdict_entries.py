@@ -1,7 +1,7 @@
 """Record verdicts on slow devices: write journal entries and log lines, and ask the planner for another plan.
 
 Each device gets a verdict of its own, however many are declared slow at once. The log gets one line for each node, and
-the planner is asked once for all devices. Never decides which devices are slow; the callers `measured_suspects` and
+the planner is asked once for all devices. Never decides which devices are slow; the callers `device_verdicts` and
 `slow_devices` do.
 """
 

@@ -49,8 +49,7 @@ class Detection(msgspec.Struct, frozen=True, kw_only=True):
     `sequential` only."""
     sure: float = 0.9975
     """Probability at which a suspected device is declared slow; its probe and its training times together give it."""
-    probe_limits: ProbeLimits = msgspec.field(default=ProbeLimits(), name="thresholds")
-    """Limits of probes. The file of a run calls them `thresholds`."""
+    probe_limits: ProbeLimits = ProbeLimits()
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,9 +94,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Minimum fraction of the first layout's devices with which the job starts if the others are missing."""
     slurm: bool = False
     """Whether the job runs under Slurm, which can drain nodes, take them back, and provide others."""
-    drains_left: int = msgspec.field(default=0, name="drains")
+    drains_left: int = 0
     """Number of nodes that this run may ask Slurm to drain: the job's limit minus the drains that earlier runs of the
-    same Slurm job requested. The file of a run calls it `drains`."""
+    same Slurm job requested."""
     died_before: tuple[str, ...] = ()
     """Nodes that died under earlier runs of the same Slurm job."""
     replacements: int = 0

@@ -294,7 +294,7 @@ def _meet(job: Job, node: str, running: m.RunningWorker) -> list[api.WorkerSaid]
 
 
 def _know(job: Job, rank: int, node: str, device: int) -> None:
-    """Record a rank that an agent lists but the journal may lack, as in version 0.1, so that its number is not given
+    """Record a rank that an agent lists but the journal may lack, so that its number is not given
     again."""
     placement = job.record.placements[rank] if rank < len(job.record.placements) else None
     if placement is None or placement.node != node:

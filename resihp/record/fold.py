@@ -252,7 +252,7 @@ def _failure(record: JobRecord, entry: FailureFound) -> None:
     if record.signalled is not None:
         return
     lost, hardware = record.lost.get(entry.node), entry.hardware
-    if hardware is None:  # journal of version 0.1
+    if hardware is None:  # journal of a development version
         hardware = lost is None or entry.cause != f"node {lost.name}: {lost.reason}"
     verdict = record.verdicts.get(entry.node)
     if verdict is None or not verdict.hardware:

@@ -70,7 +70,7 @@ class NodeJoined(Entry, frozen=True, kw_only=True):
     """A node has joined the job. `hardware`: the maker's name of its devices; empty if not known.
 
     `incarnation`: the number that the node's agent drew when it started (`messages.Join`). Only the agent with this
-    number may make promises for the node. Empty in journals of 0.1.
+    number may make promises for the node. Empty in journals of development versions.
     """
 
     node: str
@@ -98,7 +98,7 @@ class WorkersOrdered(Entry, frozen=True, kw_only=True):
     """Processes are to be started. `workers`: (rank, node, device) of each. A rank number is assigned only once in the
     life of a job.
 
-    Written before the agents are told. Journals of 0.1 mention a rank only once its process has started.
+    Written before the agents are told.
     """
 
     workers: tuple[tuple[int, str, int], ...]
@@ -328,7 +328,7 @@ class FailureFound(Entry, frozen=True, kw_only=True):
     """For slowness: whether the component has no work under the plan in effect."""
     hardware: bool | None = None
     """True if hardware of the node is broken; False if not, for instance if the node merely died; None in journals of
-    0.1."""
+    development versions."""
     diagnosed: Diagnosed | None = None
     """The diagnosis; None if there was none. If a device gets the same diagnosis in a later failure, the device itself
     is the cause."""
@@ -435,8 +435,8 @@ class PlanInEffect(Entry, frozen=True, kw_only=True):
     which rank holds which state.
 
     The other fields give the cost of the change, from which the cost of the next change is predicted. `took_s`: seconds
-    until all ranks had their state; None in journals of 0.1. `busiest_bytes`: bytes that the busiest rank held beside
-    its own state. `communicators`: number of communicators that were built.
+    until all ranks had their state; None in journals of development versions. `busiest_bytes`: bytes that the busiest
+    rank held beside its own state. `communicators`: number of communicators that were built.
     """
 
     epoch: int
@@ -504,8 +504,7 @@ class JoinRefused(Entry, frozen=True, kw_only=True):
     device: int
     reason: str
     condemns_device: bool = True
-    """Whether the device gets no further process. Journals of 0.1 lack this field; a supervisor of 0.1 acted as if it
-    were True."""
+    """Whether the device gets no further process."""
 
 
 class IterationsUnreported(Entry, frozen=True, kw_only=True):
@@ -640,8 +639,8 @@ class SlurmSaw(Entry, frozen=True, kw_only=True):
 
 
 class FaultInjected(Entry, frozen=True, kw_only=True):
-    """A fault is injected. Written before it is carried out. `kind` is empty in journals of 0.1, where `text` begins
-    with the kind."""
+    """A fault is injected. Written before it is carried out. `kind` is empty in journals of development versions, where
+    `text` begins with the kind."""
 
     fault: int
     text: str

@@ -29,8 +29,8 @@ from resihp.record.journal_format import MAGIC, MAX_RECORD_BYTES, as_frame, body
 from resihp.record.packing import first_of, pack, unpack
 
 MAX_FILE_BYTES = 4 << 30
-"""Largest size of a file that is read, in bytes. A journal of 0.1 is never packed and grows by some 300 MB in three
-months."""
+"""Largest size of a file that is read, in bytes. A job of 16,384 ranks needs far less, since its journal
+is packed."""
 MAX_APPENDED_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
 """Largest size of a record that is written, in bytes: each record is sent to agents in one message."""
 PACK_AFTER = 4096

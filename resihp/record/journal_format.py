@@ -18,7 +18,7 @@ from resihp.record.journal import Record
 
 MAGIC = b"RESIHPJ1"
 MAX_RECORD_BYTES = 16 << 20
-"""Largest size of a record that is read, in bytes; journals of 0.1 may contain records of this size."""
+"""Largest size of a record that is read, in bytes."""
 
 _ANY_RECORD = b"\x83\xa3seq"
 """First bytes of the body of every record: a msgpack map of three fields, the first of which is `seq`."""

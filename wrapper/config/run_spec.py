@@ -6,7 +6,7 @@ It is a file, not arguments, so that the list of processes reveals nothing about
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -149,24 +149,8 @@ def load(path: Path) -> RunRequest:
     """
     job = Job(path.parent.name, path.parent)
     try:
-        document = msgspec.json.decode(job.read_own(path.name), type=dict[str, Any])
-        match document:
-            case {"settings": {"detection": {"thresholds": {"sure": sure}} as detection}}:
-                detection.setdefault("sure", sure)  # where development versions wrote it
-        request = msgspec.convert(document if "settings" in document else _of_0_1(document), RunRequest)
+        request = msgspec.json.decode(job.read_own(path.name), type=RunRequest)
         checkpoints = str(job.now(Path(request.checkpoint_folder))) if request.checkpoint_folder else ""
         return msgspec.structs.replace(request, folder=str(job.folder), checkpoint_folder=checkpoints)
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not a run of this version: {error}") from error
-
-
-def _of_0_1(document: dict[str, Any]) -> dict[str, Any]:
-    """Convert a request that resihp 0.1 wrote, because its job may continue after an update. In 0.1, the present
-    settings were fields of the request and of its Slurm part."""
-    slurm = document.get("slurm") or {}
-    of_that_version = {"examine": True, "plans_ahead": False, "search_s": 0.0}
-    its_own = {"slurm": bool(slurm), "chunks": document.get("virtual_stages", 1)}
-    old = of_that_version | slurm | document | its_own
-    if "replacement_min_left_s" in slurm:
-        old["replacement_least_left_s"] = slurm["replacement_min_left_s"]
-    return document | {"settings": {key: old[key] for key in Settings.__struct_encode_fields__ if key in old}}

@@ -1,4 +1,4 @@
-"""What journals add up to: one of 0.1, one that was cut off, and entries that say what older ones left to words."""
+"""What journals add up to: an old one, one that was cut off, and entries that say what older ones left to words."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from resihp.record.journal_format import MAGIC, decode, encode
 from resihp.settings import Settings
 from tests.resihp.record.test_journal import ENTRIES
 
-OLD = Path(__file__).with_name("journal-0.1")
-"""As a supervisor of 0.1 wrote it, of a simulated job that lost nodes, drained one, and was given others."""
+OLD = Path(__file__).with_name("old-journal")
+"""Written by a development version: a simulated job that lost nodes, drained one, and was given others."""
 
 
-def test_a_journal_of_0_1_adds_up() -> None:
+def test_a_journal_of_a_development_version_adds_up() -> None:
     entries = [record.entry for record in read(OLD)]
     record = fold(entries)
     started = [entry for entry in entries if isinstance(entry, WorkerStarted)]
@@ -119,7 +119,7 @@ def test_what_older_entries_left_to_words() -> None:
     killed = FaultInjected(fault=1, text="kill:rank=0@iteration=3", rank=0, node=None, iteration=3)
     assert fold([started, killed]).dead_devices == {("n1", 2)}
     refused = JoinRefused(rank=4, node="n1", device=1, reason="exited with status 1 before it was ready")
-    assert fold([refused]).dead_devices == {("n1", 1)}, "as a supervisor of 0.1 took it"
+    assert fold([refused]).dead_devices == {("n1", 1)}, "as older supervisors took it"
     lost = NodeLost(node="n1", reason="connection closed for 5 s")
     found = FailureFound(
         failure=1,

@@ -175,7 +175,7 @@ soak: setup bounds
 	RESIHP_CHECKED_PLANS=10000 $(BIN)/python -m pytest tests/resihp/pipeline --timeout 3600
 	RESIHP_STRICT_ORDER=1 $(BIN)/python -m pytest tests/resihp/executor tests/integration --timeout 600
 	RESIHP_BACKEND=nccl-like $(BIN)/python -m pytest -m "soak or not soak" tests/resihp/executor $(addprefix tests/integration/test_,takeover.py reconfiguration.py survival.py bf16.py slow.py slow_link.py) --timeout 1200
-	RESIHP_SOAK=1 RESIHP_CALLS_S=600 $(BIN)/python -m pytest -m "soak or not soak" $(SLURM_TESTS) $(addprefix tests/integration/test_,takeover.py reconfiguration.py survival.py bf16.py) --timeout 1200
+	RESIHP_SOAK=1 RESIHP_CALLS_S=600 $(BIN)/python -m pytest -m "soak or not soak" $(SLURM_TESTS) $(addprefix tests/integration/test_,takeover.py reconfiguration.py survival.py bf16.py slow_shapes.py) --timeout 1200
 	for slurm in $(OTHER_SLURMS); do \
 	  RESIHP_TEST_SLURM=$${slurm%:*} RESIHP_SOAK=1 RESIHP_CALLS_S=600 $(BIN)/python -m pytest -m "soak or not soak" $(SLURM_TESTS) --timeout 1200 || exit 1; \
 	done

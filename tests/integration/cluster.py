@@ -35,6 +35,7 @@ import pytest
 
 from tests.integration import slurm_accounts, slurm_conf, slurm_releases
 from tests.integration.boxes import Box, listening, namespaces_allowed
+from tests.integration.polling import pause
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "scontrol", "sinfo", "squeue", "sbatch", "scancel", "srun")
 COMMANDS = ("scontrol", "sinfo", "squeue", "sbatch", "scancel", "srun", "salloc", "sacct", "sacctmgr")
@@ -200,11 +201,13 @@ class Cluster:
 
     def wait(self, until: Callable[[], bool], what: str, timeout_s: float = 30) -> None:
         """Wait for something; it is an error if it does not come."""
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
+        deadline = began + timeout_s
         while not until():
             if time.monotonic() > deadline:
                 raise ClusterError(f"waited {timeout_s:g} s for {what}\n{self.last_words()}")
-            time.sleep(0.05)
+            pause(began, 0.05)
+            began = time.monotonic()
 
     def states(self) -> dict[str, str]:
         """Each node's state as sinfo writes it, in lower case: `idle`, `down*`, `drained`, ..."""

@@ -18,6 +18,7 @@ import psutil
 from resihp.settings import Settings
 from tests.integration import reading
 from tests.integration.fork_server import fork_server
+from tests.integration.polling import pause
 from wrapper.launch.preloading import FOR_TESTS
 
 REPOSITORY = Path(__file__).parents[2]
@@ -91,12 +92,14 @@ class Job:
 
     def until(self, condition: Callable[[], Any], timeout_s: float = 60) -> Any:
         """Poll for something that the job does; fails with its output when it ends or takes too long."""
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
+        deadline = began + timeout_s
         while not (found := condition()):
             assert self.process is not None
             assert self.process.poll() is None, f"job ended early:\n{(self.folder / 'stderr').read_text()}"
             assert time.monotonic() < deadline, f"waited {timeout_s} s:\n{(self.folder / 'stderr').read_text()}"
-            time.sleep(0.02)
+            pause(began, 0.02)
+            began = time.monotonic()
         return found
 
     def ask(self, *arguments: str) -> Any:

@@ -22,9 +22,9 @@ from resihp.scheduler.situation import Situation
 from tests.integration.jobs import Job
 
 SLOW, SPEED, KILLED = 5, 0.5, 1
-ONSET, DEATH, ITERATIONS = 13, 28, 35
-LAYER_S = 0.030
-"""An iteration of the healthy job then takes 0.8 s, of which its real work is a small part, even on a busy machine."""
+ONSET, DEATH, ITERATIONS = 9, 22, 28
+LAYER_S = 0.025
+"""An iteration of the healthy job then takes 0.7 s, of which its real work is a small part, even on a busy machine."""
 SETTLING = 2
 """First iterations of the job, and under each plan, that do not count."""
 FEWEST = 3

@@ -48,7 +48,7 @@ def test_a_cancelled_job_is_saved_before_it_ends(cluster: MakeCluster) -> None:
 
 def test_what_an_operator_stops_in_slurm_is_saved_too(cluster: MakeCluster) -> None:
     """INT to the batch step, as Ctrl-C in an interactive allocation, and `resihp stop`: nobody else hears of it."""
-    desk = Desk(cluster(nodes=2, gpus=2, settings=PATIENT), forks=False)
+    desk = Desk(cluster(nodes=2, gpus=2, settings=PATIENT))
     desk.pace(0.1)
     ends = {130: ("scancel", "--batch", "--signal=INT"), 143: (sys.executable, "-m", "wrapper", "stop")}
     for code, command in ends.items():
@@ -86,7 +86,7 @@ def test_a_warned_job_is_saved_and_comes_back(cluster: MakeCluster, reference: R
 
 def test_what_is_started_once_more_after_it_completed_ends_at_once(cluster: MakeCluster) -> None:
     """As Slurm itself does on some releases, and an administrator may: nothing is trained, and nothing is an error."""
-    desk = Desk(cluster(nodes=2, gpus=1), forks=False)
+    desk = Desk(cluster(nodes=2, gpus=1))
     job = desk.sbatch_training(2, nodes=2, gpus=1)
     assert desk.wait(job) == ("COMPLETED", "0:0"), desk.output(job)
     assert desk.run("scontrol", "requeue", job).returncode == 0

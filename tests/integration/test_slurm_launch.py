@@ -48,7 +48,7 @@ def test_the_shipped_template_trains_on_four_nodes(cluster: MakeCluster) -> None
 
 
 def test_a_submitted_job_keeps_its_spare_node_at_hand(cluster: MakeCluster) -> None:
-    made = Desk(cluster(nodes=3, gpus=2), forks=False)
+    made = Desk(cluster(nodes=3, gpus=2))
     sections = {
         "job": {"nodes": 2, "gpus_per_node": 2},
         "layout": {"tp": 2},
@@ -64,7 +64,7 @@ def test_a_submitted_job_keeps_its_spare_node_at_hand(cluster: MakeCluster) -> N
 
 
 def test_the_next_job_of_a_chain_goes_on_where_the_last_one_ended(cluster: MakeCluster) -> None:
-    made = Desk(cluster(nodes=2, gpus=2), forks=False)
+    made = Desk(cluster(nodes=2, gpus=2))
     sections = {"job": {"nodes": 2, "gpus_per_node": 2}, "layout": {"tp": 2}, "checkpoint": {"folder": "saved"}}
     made.pace(0.05)
     done = made.submit(job_file(made.training(1000), **sections), "--chain", "2")

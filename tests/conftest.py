@@ -13,6 +13,7 @@ import atexit
 import itertools
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -54,6 +55,14 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> Path:
     state = Path(_states, str(next(_state_numbers)))
     monkeypatch.setenv("XDG_STATE_HOME", str(state))
     return state / "resihp" / "jobs"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Torch in the process of a test computes in one thread, as workers do. Beside other tests, the second thread of a
+    small kernel waits for a core, and the first one spins for it: that took up to twenty times as long."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

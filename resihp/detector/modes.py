@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from resihp.detector.interface import Detector
 from resihp.detector.online.monitor import Monitor
-from resihp.detector.rivals.change_points import ChangePointDetector
 from resihp.settings import Detection
 
 
@@ -21,6 +20,8 @@ def detector(detection: Detection) -> Detector:
     """Return a new detector of the mode in `detection`; it has learnt nothing yet."""
     match detection.mode:
         case "paper" | "greyhound":
+            from resihp.detector.rivals.change_points import ChangePointDetector  # imports scipy
+
             return ChangePointDetector(detection.mode)
         case _:
             return Monitor(

@@ -25,7 +25,6 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
-from scipy.optimize import least_squares
 
 from resihp.record.state import ChangeCost
 
@@ -146,6 +145,8 @@ def calibrated(records: Iterable[ChangeCost], prior: Rates = DEFAULT_RATES) -> R
         return np.concatenate(
             [(np.log(rows @ np.exp(logs)) - measured_logs) / TRANSITION_NOISE, logs / PRIOR_LOG_SCATTER]
         )
+
+    from scipy.optimize import least_squares  # half of a supervisor's start; it is loaded beside the job
 
     log_factors = least_squares(residuals, np.zeros(3), bounds=(-12.0, 12.0), loss="huber").x
     fixed_s, group_s, byte_s = (float(x) for x in prior_rates * np.exp(log_factors))

@@ -24,19 +24,22 @@ def gpu(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, cwd=REPOSITORY, env=settings, capture_output=True, text=True, check=False)
 
 
-def rehearsed(folder: Path, block: str) -> dict[str, Any]:
-    done = gpu("--rehearse", block, "--folder", str(folder))
-    (result,) = json.loads((folder / "gpu.json").read_text())
-    assert (result["broken"], result["trouble"]) == (False, ""), done.stderr
-    assert result["figures"]
-    assert result["name"] in (folder / "gpu.md").read_text()
+def rehearsed(folder: Path, *blocks: str) -> list[dict[str, Any]]:
+    """The figures of each block, by name; one command runs them all."""
+    done = gpu("--rehearse", *blocks, "--folder", str(folder))
+    results = json.loads((folder / "gpu.json").read_text())
+    assert [result["name"] for result in results] == list(blocks)
+    figures = [figure for result in results for figure in result["figures"]]
+    for result in results:
+        assert (result["broken"], result["trouble"]) == (False, ""), done.stderr
+        assert result["figures"]
+        assert result["name"] in (folder / "gpu.md").read_text()
     lines = [json.loads(line) for line in (folder / "gpu.jsonl").read_text().splitlines()]
-    assert [line["name"] for line in lines] == [figure["name"] for figure in result["figures"]]
-    failed = [figure for figure in result["figures"] if figure["value"].startswith("failed: ")]
-    assert not failed, done.stderr
-    missed = [figure["name"] for figure in result["figures"] if figure["met"] is False]
+    assert [line["name"] for line in lines] == [figure["name"] for figure in figures]
+    assert not [figure for figure in figures if figure["value"].startswith("failed: ")], done.stderr
+    missed = [figure["name"] for figure in figures if figure["met"] is False]
     assert done.returncode == (1 if missed else 0)
-    return {figure["name"]: figure for figure in result["figures"]}
+    return [{figure["name"]: figure for figure in result["figures"]} for result in results]
 
 
 def test_without_a_gpu_it_says_so_in_a_line_and_that_is_no_failure() -> None:
@@ -167,26 +170,14 @@ def test_a_devices_peak_is_that_of_the_longest_name_which_it_has() -> None:
     assert peak_of("Tesla T4") is None
 
 
-def test_forks_of_what_workers_come_from_can_work(tmp_path: Path) -> None:
-    figures = rehearsed(tmp_path, "forks")
-    assert figures["forks of it that allocate and multiply"]["value"] == "8 of 8"
-
-
-def test_communicators_of_one_rank(tmp_path: Path) -> None:
-    figures = rehearsed(tmp_path, "one-rank")
-    assert figures["a synchronous collective, waited for"]["met"]
-
-
-def test_training_and_its_rival_agree(tmp_path: Path) -> None:
-    figures = rehearsed(tmp_path, "train")
-    assert figures["losses of both"]["met"]
-    assert "time of megatron-core without Transformer Engine, apex and fused Adam over ours" in figures
+def test_forks_calls_communicators_and_training_can_be_rehearsed_on_a_processor(tmp_path: Path) -> None:
+    forks, micro, train, one_rank = rehearsed(tmp_path, "forks", "micro", "train", "one-rank")
+    assert forks["forks of it that allocate and multiply"]["value"] == "8 of 8"
+    assert micro["NCCL: parent and child aborted together"]["met"]
+    assert one_rank["a synchronous collective, waited for"]["met"]
+    assert train["losses of both"]["met"]
+    assert "time of megatron-core without Transformer Engine, apex and fused Adam over ours" in train
     assert "aten::mm" in (tmp_path / "profile-ours.txt").read_text()
-
-
-def test_single_calls(tmp_path: Path) -> None:
-    figures = rehearsed(tmp_path, "micro")
-    assert figures["NCCL: parent and child aborted together"]["met"]
 
 
 @pytest.mark.soak

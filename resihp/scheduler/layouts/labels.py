@@ -36,8 +36,8 @@ MAX_NODES = 32
 def assigned(gains: npt.NDArray[Any], *, maximize: bool = False) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Call `scipy.optimize.linear_sum_assignment`, which the first call imports.
 
-    The import takes as long as the rest of a decision that assigns no ranks. A controller has imported scipy since its
-    start (`transition_cost`).
+    The import takes as long as the rest of a decision that assigns no ranks. A supervisor imports scipy beside the job
+    (`wrapper.supervisor.thinking.loading`).
     """
     from scipy.optimize import linear_sum_assignment
 

@@ -1,6 +1,6 @@
-"""Loads the compiled plan search before it is needed. The supervisor itself plans for a loss that no plan was made
-ahead for; compiling the search then would take seconds, in which the agents would presume it dead and elect another
-leader.
+"""Loads scipy and the compiled plan search before they are needed. The supervisor itself plans for a loss that no plan
+was made ahead for; compiling the search then would take seconds, in which the agents would presume it dead and elect
+another leader. Importing scipy takes as long as the rest of a supervisor's start, and only plans need it.
 
 The search is compiled once on a machine, and read from the disk afterwards (`resihp.scheduler.search.kernels`). Loading
 runs in a thread, because the disk may hang; until it has finished, plans are made without the search. `SearchLoader` is
@@ -23,7 +23,7 @@ _log = logging.getLogger("resihp.planner")
 
 
 class SearchLoader:
-    """Loads the plan search once the model is known. `past`: the journal records of earlier leaders."""
+    """Loads scipy and the plan search once the model is known. `past`: the journal records of earlier leaders."""
 
     def __init__(
         self, settings: Settings, past: Iterable[Record] = (), load: Callable[[], None] = anytime.load
@@ -38,24 +38,28 @@ class SearchLoader:
             self.submit(record)
 
     def submit(self, record: Record) -> None:
-        """Load the search when the model is declared, unless the device memory is unknown or another planner is
-        configured."""
-        if self._begun or not isinstance(record.entry, ModelDeclared) or self.planner is None:
+        """Load scipy when the model is declared, and the search unless the device memory is unknown or another planner
+        is configured."""
+        if self._begun or not isinstance(record.entry, ModelDeclared):
             return
-        if self._settings.memory_bytes is not None or record.entry.declare.memory_bytes is not None:
-            self._begun = True
-            threading.Thread(target=self._run, daemon=True, name="loads the search").start()
+        known = self._settings.memory_bytes is not None or record.entry.declare.memory_bytes is not None
+        self._begun = known and self.planner is not None
+        threading.Thread(target=self._run, args=(self._begun,), daemon=True, name="loads the search").start()
 
     def close(self, deadline: float) -> None:
         """Do nothing: at the job's end nothing waits for the search."""
 
-    def _run(self) -> None:
+    def _run(self, with_search: bool) -> None:
         try:
-            self._load()
+            from scipy import optimize  # noqa: F401 - decisions use it
+
+            if with_search:
+                self._load()
         except Exception:  # noqa: BLE001 - logged; plans are then made without the search
             _log.exception("plan search: cannot be loaded; plans are made without it")
         else:
-            self.ready.set()
+            if with_search:
+                self.ready.set()
 
     def _decide(self, situation: Situation) -> Decision:
         return planner.decide(situation, search=self.ready.is_set())

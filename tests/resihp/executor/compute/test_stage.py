@@ -35,7 +35,9 @@ from tests.resihp.executor.stage_scenarios import (
 from megatron.core.transformer import TransformerConfig  # isort: skip
 
 Ranks = Callable[..., list[Any]]
-KINDS = ("gpt", "llama", "qwen")
+KINDS = ("gpt", "llama")
+INSIDE_ATTENTION = ("qwen", "qwen3", "normed")
+"""Kinds that differ from the others inside attention alone."""
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -73,9 +75,19 @@ CASES: dict[str, dict[str, Any]] = {
 }
 FEWER = ("plain", "split", "split sequence mlp", "a rank of padding", "tied two stages all")
 """What four ranks are worth asking: on few cores their collectives take most of the time."""
+GROUPED = ("plain", "split sequence mlp")
+"""What they are worth asking where embedding and head are those of another kind."""
 HEADS = ("plain", "split sequence mlp", "split sequence layernorm", "core_attn")
-"""What kinds that differ from the others inside attention alone are worth asking."""
-OTHER = {"gpt": "rope", "llama": "learned_absolute", "qwen": "learned_absolute"}
+"""What kinds `INSIDE_ATTENTION` are worth asking."""
+ASKED = {
+    **{(kind, tp): tuple(CASES) for kind in KINDS for tp in (1, 2)},
+    **{(kind, tp): HEADS for kind in INSIDE_ATTENTION for tp in (1, 2)},
+    ("gpt", 4): FEWER,
+    ("llama", 4): GROUPED,
+    ("qwen", 4): GROUPED,
+}
+"""The cases of each kind and number of ranks."""
+OTHER = {"gpt": "rope", "llama": "learned_absolute"}
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +96,7 @@ def results(stage_ranks: Ranks) -> Callable[[str, int], list[dict[str, Any]]]:
 
     @functools.cache
     def ask(kind: str, tp: int) -> list[dict[str, Any]]:
-        names = FEWER if tp == 4 else HEADS if kind in ("qwen3", "normed") else tuple(CASES)
+        names = ASKED[kind, tp]
         cases = [CASES[name] | ({"positions": OTHER[kind]} if "positions" in CASES[name] else {}) for name in names]
         answers = stage_ranks("compare", tp, kind=kind, tp=tp, cases=cases)
         return [dict(zip(names, answer, strict=True)) for answer in answers]
@@ -93,10 +105,7 @@ def results(stage_ranks: Ranks) -> Callable[[str, int], list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tp", "case"),
-    [(kind, tp, case) for kind in KINDS for tp in (1, 2) for case in CASES]
-    + [(kind, 4, case) for kind in KINDS for case in FEWER]
-    + [(kind, tp, case) for kind in ("qwen3", "normed") for tp in (1, 2) for case in HEADS],
+    ("kind", "tp", "case"), [(kind, tp, case) for (kind, tp), cases in ASKED.items() for case in cases]
 )
 def test_loss_and_gradients_are_those_of_the_serial_model(results: Any, kind: str, tp: int, case: str) -> None:
     for answer in results(kind, tp):
@@ -125,7 +134,7 @@ def test_time_spent_waiting_for_the_group_is_kept_apart(results: Any) -> None:
             assert answer[case]["waits"], "on_wait must be called with True and False in turn"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["gpt", "llama", "qwen"])
 @pytest.mark.parametrize("positions", ["rope", "learned_absolute"])
 def test_each_architecture_is_what_its_name_says(kind: str, positions: str) -> None:
     """Loss and gradients against a plain rendering of the architecture, document by document."""

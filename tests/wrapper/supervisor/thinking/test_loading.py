@@ -56,6 +56,23 @@ def test_not_where_nothing_is_ever_searched_for() -> None:
     assert not loads.came.wait(0.05)
 
 
+@pytest.mark.parametrize("planner", ["resihp", "resihp-paper"])
+def test_a_supervisor_starts_without_scipy_and_has_it_once_it_is_known_what_is_trained(planner: str) -> None:
+    probe = f"""
+import sys, time
+import wrapper.supervisor.process
+from tests.wrapper.supervisor.thinking.test_loading import declared, settings, SearchLoader
+assert not [name for name in sys.modules if name.startswith("scipy")]
+SearchLoader(settings(planner="{planner}"), [declared(None)])
+deadline = time.monotonic() + 20
+while not hasattr(sys.modules.get("scipy.optimize"), "linear_sum_assignment") and time.monotonic() < deadline:
+    time.sleep(0.01)
+print(time.monotonic() < deadline)
+"""
+    answer = subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True, text=True)
+    assert answer.stdout.strip() == "True"
+
+
 def test_a_supervisor_that_takes_over_knows_from_the_journal() -> None:
     loads = Loads()
     SearchLoader(settings(), [declared(1 << 36)], loads)

@@ -85,7 +85,7 @@ def change_replacement(session: Session, job: models.JobRow, entry: journal.Repl
         node = session.get(models.NodeRow, (job.id, request.node or ""))
         if node is not None:
             node.replacement = entry.replacement
-    elif entry.state in ("refused", "cancelled", "ended"):
+    elif entry.state in ("refused", "cancelled", "ended", "withdrawn"):
         request.ended_at = moment(at)
 
 

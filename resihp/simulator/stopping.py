@@ -135,13 +135,14 @@ class Stopping:
                 self.asked(0)
             case api.AgentSignalled() if event.signal != SIGCONT and event.node in self.nodes:
                 self.signals[event.node] = (now, event.signal)
+                own = self.nodes - self.world.allocation.guests.keys()  # a guest has a Slurm job of its own
                 for is_warning in (False, True):
                     fresh = [
                         name
                         for name, (at, number) in self.signals.items()
-                        if now - at <= TOGETHER_S and (number in WARNING_SIGNALS) == is_warning
+                        if now - at <= TOGETHER_S and (number in WARNING_SIGNALS) == is_warning and name in own
                     ]
-                    if len(fresh) > 1 or (fresh and len(self.nodes) == 1):
+                    if event.node in own and (len(fresh) > 1 or (fresh and len(own) == 1)):
                         self.begin(is_warning)
             case api.TimeLeft():
                 self.deadline = None if event.seconds is None else now + event.seconds

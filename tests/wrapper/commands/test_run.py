@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from resihp import errors
@@ -20,7 +19,7 @@ from resihp.worker.checkpoints import write_manifest
 from wrapper.commands import run
 from wrapper.commands.run import Options, prepare
 from wrapper.config.program import resolve
-from wrapper.config.run_spec import RunRequest, load
+from wrapper.config.run_spec import RunRequest
 from wrapper.exit_codes import EXIT_CODES, exit_code_of
 
 COMMAND = (sys.executable, "train.py", "--lr", "1")

@@ -103,7 +103,7 @@ test: setup setup-system
 # The planner's search is compiled first, once: otherwise each worker of pytest compiles it by itself, for half a minute.
 test-pure:
 	$(BIN)/python -c 'from resihp.scheduler import anytime; anytime.load()'
-	nice -n 5 $(BIN)/python -m pytest -n 3 --dist worksteal tests --ignore tests/integration
+	nice -n 5 $(BIN)/python -m pytest -n 2 --dist worksteal tests --ignore tests/integration
 
 test-integration:
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/integration -m "not alone and not soak"

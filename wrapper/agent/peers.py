@@ -149,12 +149,24 @@ class Peers:
             self._election.wait_for(self._node, time.monotonic())
             self.successor = Successor(self._run_file, self._node, self._replica.path, listener, term)
             announcing = asyncio.create_task(self._announce(self._others(), term, *address))
+            watching = asyncio.create_task(self._end_needless(self.successor, term, address))
             self._link.point_to(term, address)
             try:
                 self._may_lead = await self.successor.run()
             finally:
                 announcing.cancel()
+                watching.cancel()
                 self.successor = None
+
+    async def _end_needless(self, successor: Successor, term: int, address: tuple[str, int]) -> None:
+        """End a supervisor that started so slowly that another one leads its term or a later one, as the journal says.
+        It has decided nothing, but would keep agents from the leader. A supervisor that this agent has followed ends by
+        itself."""
+        while min(self._link.promised, self._replica.membership.term) < term:
+            await asyncio.sleep(LOOK_EVERY_S)
+        if self._link.leader != address:
+            _say(f"succession: another supervisor leads term {self._link.promised}; the one of this node is ended")
+            successor.kill()
 
     async def _announce(self, peers: list[m.Peer], term: int, host: str, port: int) -> None:
         """Announce a new supervisor, and repeat the announcement to peers that do not answer: they may reconnect later,

@@ -4,8 +4,9 @@ it.
 A broken connection is replaced without loss of messages (`resihp.protocol.resumable`). A supervisor first states the
 term that it leads. The agent promises itself to one leader for each term, and never to a lower term afterwards. It
 accepts a later term if the supervisor has at least the records of the agent's own copy of the journal, or if a quorum
-has accepted the supervisor. Unacknowledged messages to the previous leader are then dropped, and the new leader
-receives an inventory of the node (`messages.Inventory`).
+has accepted the supervisor. With a quorum, another supervisor of the same term is accepted, too. Unacknowledged
+messages to the previous leader are then dropped, and the new leader receives an inventory of the node
+(`messages.Inventory`).
 
 Decides nothing else; `wrapper.agent.succession.election` decides which agent may start a supervisor when there is no
 leader. Owned by `wrapper.agent.process`.
@@ -113,6 +114,7 @@ class LeaderLink:
         """Reason why no supervisor could be reached; empty unless `run` gave up for that reason."""
         self._leader: Address = home
         self._hint: Address | None = None
+        self._hinted_term = 0
         self._hinted = asyncio.Event()
         self._refused_at: float | None = None
         self._deserted = False
@@ -127,6 +129,11 @@ class LeaderLink:
     def connected(self) -> bool:
         """Whether the agent is connected to a leader, as far as it knows."""
         return self._channel is not None
+
+    @property
+    def leader(self) -> Address:
+        """The address of the supervisor that the agent has last promised itself to."""
+        return self._leader
 
     @property
     def welcome(self) -> bool:
@@ -184,8 +191,8 @@ class LeaderLink:
 
     def point_to(self, term: int, address: Address) -> None:
         """Note the address of a supervisor that is about to lead `term`."""
-        if term > self.promised:
-            self._hint = address
+        if term > self.promised or (term == self.promised and address != self._leader):
+            self._hint, self._hinted_term = address, term
             self._hinted.set()
 
     def _addresses(self) -> list[Address]:
@@ -248,8 +255,9 @@ class LeaderLink:
         """Send the agent's `Join`, follow the supervisor if permitted, and receive its messages. Raises ProtocolError,
         TimeoutError."""
         join = await self._follower.introduce(channel.own_host)
-        lost_thread = self._conversation is None and self.promised > 0
-        join = msgspec.structs.replace(join, term=self.promised - lost_thread, log=self._follower.log)
+        other_of_term = address == self._hint and self._hinted_term == self.promised
+        begins_anew = self.promised > 0 and (self._conversation is None or other_of_term)
+        join = msgspec.structs.replace(join, term=self.promised - begins_anew, log=self._follower.log)
         if self._conversation is not None:
             self._conversation.connect(channel.post, join)
         else:

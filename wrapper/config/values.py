@@ -11,11 +11,12 @@ import difflib
 import math
 import re
 from pathlib import Path
-
-from pydantic import SecretStr
+from typing import TYPE_CHECKING
 
 from resihp.errors import ConfigurationError
-from resihp.pipeline.schedules import SCHEDULE_NAMES
+
+if TYPE_CHECKING:
+    from pydantic import SecretStr  # agents import this module, and start a third faster without pydantic
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(I?)B", re.IGNORECASE)
 
@@ -222,6 +223,8 @@ def expanded(path: str) -> Path:
 
 def known_schedule(name: str) -> str:
     """Return the name if it is a known pipeline schedule. Raises ValueError that lists the valid names."""
+    from resihp.pipeline.schedules import SCHEDULE_NAMES
+
     if name not in SCHEDULE_NAMES:
         raise ValueError(f"must be one of {', '.join(SCHEDULE_NAMES)}")
     return name

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -234,6 +235,14 @@ def play(job: Job, scene: Callable[[PretendedSupervisor], Awaitable[None]], *arg
             await scene(supervisor)
 
     asyncio.run(main())
+
+
+def test_agents_import_nothing_that_only_other_processes_need() -> None:
+    """Thousands of them start at the same moment, from one shared file system."""
+    heavy = {"numpy", "pydantic", "scipy", "sqlalchemy", "torch", "typer"}
+    code = "import sys, wrapper.agent.process; print(*sys.modules)"
+    imported = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout
+    assert heavy.isdisjoint(imported.split())
 
 
 @pytest.mark.parametrize(("rank", "looks"), [(0, True), (1, False)])

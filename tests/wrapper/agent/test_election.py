@@ -232,7 +232,12 @@ def test_a_later_leader_is_accepted_if_it_knows_as_much_or_has_a_quorum() -> Non
     assert accepts(m.Lead(term=2, node="n2", log=10), promised=1, log=10)
     assert not accepts(m.Lead(term=2, node="n2", log=9), promised=1, log=10)
     assert accepts(m.Lead(term=2, node="n2", log=9, settled=True), promised=1, log=10)
-    assert not accepts(m.Lead(term=2, node="n2", log=99, settled=True), promised=2, log=10)
+    assert not accepts(m.Lead(term=2, node="n2", log=99, settled=True), promised=3, log=10)
+
+
+def test_another_leader_of_the_promised_term_is_accepted_if_it_has_a_quorum() -> None:
+    assert not accepts(m.Lead(term=2, node="n2", log=99), promised=2, log=10)
+    assert accepts(m.Lead(term=2, node="n2", log=9, settled=True), promised=2, log=10)
 
 
 # --- all of them --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 
 from resihp.protocol import messages as m
 from resihp.protocol.serving import serve
-from resihp.record.journal import Record
+from resihp.record.journal import LeaderChosen, Record, first_seq
 from resihp.record.journal_format import encode
 from tests.wrapper.agent.test_election import beginning
 from wrapper.agent import peers as peers_module
@@ -34,6 +34,7 @@ class Link:
     promised = 1
 
     def __init__(self) -> None:
+        self.leader: Address = ("127.0.0.1", 1)
         self.heard_at = time.monotonic() - 100.0
         self.hints: list[tuple[int, Address]] = []
 
@@ -51,7 +52,12 @@ class PretendedSuccessor:
         self.address: Address = listener.getsockname()
         self.end = asyncio.Event()
         self.could_begin = True
+        self.killed = False
         self.started.append(self)
+
+    def kill(self) -> None:
+        self.killed = True
+        self.end.set()
 
     async def run(self) -> bool:
         await self.end.wait()
@@ -196,6 +202,41 @@ def test_where_a_successor_could_not_begin_no_other_is_started(play: Play) -> No
         first.end.set()
         await until(lambda: len(PretendedSuccessor.started) > 1)
         assert PretendedSuccessor.started[1].node != first.node
+
+    play(scene)
+
+
+def leads(node: str) -> Record:
+    chosen = LeaderChosen(term=2, node=node, host="h", how="elected", after=beginning(3)[-1].seq)
+    return Record(first_seq(2), 0.0, chosen)
+
+
+def test_successor_that_starts_so_late_that_another_one_leads_is_ended(play: Play) -> None:
+    """It kept the agents that had promised themselves to it from the leader, which gave them up."""
+
+    async def scene(town: Town) -> None:
+        town.look("n1")
+        await until(lambda: PretendedSuccessor.started)
+        (successor,) = PretendedSuccessor.started
+        link = town.links["n1"]
+        link.promised, link.leader = 2, ("127.0.0.1", 9)
+        await asyncio.sleep(0.3)
+        assert not successor.killed, "the other one may not have a quorum either"
+        town.give("n1", [leads("n2")])
+        await until(lambda: successor.killed)
+
+    play(scene)
+
+
+def test_successor_that_leads_is_not_ended(play: Play) -> None:
+    async def scene(town: Town) -> None:
+        town.look("n1")
+        await until(lambda: PretendedSuccessor.started)
+        (successor,) = PretendedSuccessor.started
+        town.links["n1"].promised, town.links["n1"].leader = 2, successor.address
+        town.give("n1", [leads("n1")])
+        await asyncio.sleep(0.3)
+        assert not successor.killed
 
     play(scene)
 

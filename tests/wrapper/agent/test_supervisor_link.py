@@ -147,6 +147,30 @@ def test_successor_is_found_where_a_peer_says_it_is() -> None:
     play(scene)
 
 
+def test_of_two_supervisors_of_one_term_the_one_with_a_quorum_is_followed() -> None:
+    """One of them started so slowly that another node was elected; its agents were given up by the leader."""
+
+    async def scene(made: Scene) -> None:
+        elsewhere = socket.create_server(("127.0.0.1", 0))
+        first = await made.supervisor(m.Lead(term=2, node="n3", log=0))
+        second = await made.supervisor(m.Lead(term=2, node="n2", log=0), elsewhere)
+        link = made.link(succession=True)
+        running = asyncio.create_task(link.run())
+        await first.until(lambda: first.of(m.Inventory))
+        link.point_to(2, elsewhere.getsockname())
+        made.servers[0].close()
+        first.cut()
+        await second.until(lambda: second.joins)
+        assert second.of(m.Inventory) == [], "not without a quorum: the agent has promised itself to the other one"
+        second.give_way_to(m.Lead(term=2, node="n2", log=0, settled=True))
+        await second.until(lambda: second.of(m.Inventory))
+        assert (link.promised, link.leader) == (2, elsewhere.getsockname())
+        assert {join.term for join in second.joins} == {1}, "a conversation that begins anew"
+        running.cancel()
+
+    play(scene)
+
+
 def test_supervisor_of_a_term_before_is_left() -> None:
     async def scene(made: Scene) -> None:
         supervisor = await made.supervisor(m.Lead(term=3, node="n1", log=0))

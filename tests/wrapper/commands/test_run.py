@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from resihp import errors
@@ -20,7 +19,7 @@ from resihp.worker.checkpoints import write_manifest
 from wrapper.commands import run
 from wrapper.commands.run import Options, prepare
 from wrapper.config.program import resolve
-from wrapper.config.run_spec import RunRequest, load
+from wrapper.config.run_spec import RunRequest
 from wrapper.exit_codes import EXIT_CODES, exit_code_of
 
 COMMAND = (sys.executable, "train.py", "--lr", "1")
@@ -103,17 +102,6 @@ def test_how_slow_devices_are_looked_for_reaches_the_controllers_settings(
         monkeypatch.setenv(f"RESIHP_DETECT__{name}", value)
     found = prepare(options()).settings.detection
     assert (found.least, found.patience, found.false_alarms_per) == (0.1, 7, 500)
-
-
-def test_request_of_an_older_version_is_still_understood(script: Path) -> None:
-    request = prepare(options())
-    plain = msgspec.json.decode(request.save().read_bytes())
-    settings = plain.pop("settings")
-    kept = ("job", "nodes", "node_names", "gpus_per_node", "tp", "pp", "schedule", "faults", "checkpoint_every")
-    plain |= {name: settings[name] for name in kept}
-    request.of_job.run_file.write_bytes(msgspec.json.encode(plain))
-    behind = msgspec.structs.replace(request.settings, plans_ahead=False, search_s=0.0)
-    assert load(request.of_job.run_file) == msgspec.structs.replace(request, settings=behind), "it goes on as it was"
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,12 @@ def accepts(lead: m.Lead, promised: int, log: int) -> bool:
     last record of its copy of the journal.
 
     A leader with fewer records than the agent may still have a quorum of other agents (`settled`). The agent's
-    additional records were then never decided.
+    additional records were then never decided. Two candidates may start supervisors for the same term, if one of them
+    starts so slowly that the pledges to it expire. The one with a quorum leads; the agents that have promised
+    themselves to the other one may then follow it, because their promise cannot become part of a quorum any more.
     """
+    if lead.term == promised:
+        return lead.settled
     return lead.term > promised and (lead.settled or lead.log >= log)
 
 

@@ -34,6 +34,7 @@ class Successor:
         self._listener = listener
         self._term = term
         self._process: asyncio.subprocess.Process | None = None
+        self._is_needless = False
 
     @property
     def pid(self) -> int | None:
@@ -47,7 +48,7 @@ class Successor:
             for life in range(MAX_RESTARTS + 1):
                 status = await self._live(self._term + life)
                 print(f"successor: {ending(status)}", flush=True)
-                if status >= 0:
+                if status >= 0 or self._is_needless:
                     return status != CANNOT_LEAD
                 await asyncio.sleep(RESTART_PAUSE_S)
         except OSError as error:
@@ -56,6 +57,12 @@ class Successor:
             if lock is not None:
                 os.close(lock)
         return False
+
+    def kill(self) -> None:
+        """Kill the supervisor, which nobody follows, and do not start it again."""
+        self._is_needless = True
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
 
     async def _live(self, term: int) -> int:
         descriptor = self._listener.fileno()

@@ -42,8 +42,8 @@ class SearchLoader:
         is configured."""
         if self._begun or not isinstance(record.entry, ModelDeclared):
             return
-        known = self._settings.memory_bytes is not None or record.entry.declare.memory_bytes is not None
-        self._begun = known and self.planner is not None
+        memory_is_known = self._settings.memory_bytes is not None or record.entry.declare.memory_bytes is not None
+        self._begun = memory_is_known and self.planner is not None
         threading.Thread(target=self._run, args=(self._begun,), daemon=True, name="loads the search").start()
 
     def close(self, deadline: float) -> None:

@@ -137,9 +137,16 @@ def test_a_user_who_may_not_drain_asks_for_it(cluster: MakeCluster, reference: R
     assert desk.state(replacement["slurm_job"])[0] == "CANCELLED"
 
 
-@pytest.mark.parametrize("how", ["scancel", "time limit"])
+@pytest.mark.parametrize(
+    ("command", "ends", "outcome"),
+    [
+        (("scancel",), "CANCELLED", ("withdrawn", "its Slurm job was cancelled")),
+        (("scancel", "--batch", "--signal=USR2"), "COMPLETED", ("ended", "the job is completed")),
+    ],
+    ids=["cancelled", "warned"],
+)
 def test_a_replacement_whose_slurm_job_ends_leaves_nothing_on_its_node(
-    cluster: MakeCluster, reference: Reference, how: str
+    cluster: MakeCluster, reference: Reference, command: tuple[str, ...], ends: str, outcome: tuple[str, str]
 ) -> None:
     desk = Desk(cluster(nodes=5, gpus=2))
     desk.pace(0.1)
@@ -152,13 +159,10 @@ def test_a_replacement_whose_slurm_job_ends_leaves_nothing_on_its_node(
     (joined,) = [entry for entry in desk.of(job, ReplacementChanged) if entry.state == "joined"]
     assert joined.slurm_job is not None
     assert processes_of(joined.slurm_job)
-    if how == "scancel":
-        assert desk.run("scancel", joined.slurm_job).returncode == 0
-    else:  # Slurm looks at limits twice a minute
-        assert desk.run("scontrol", "update", f"JobId={joined.slurm_job}", "TimeLimit=1").returncode == 0
-    state = "withdrawn" if how == "scancel" else "ended"
-    desk.until(lambda: [e for e in desk.of(job, ReplacementChanged) if e.state == state], job, timeout_s=150)
-    assert desk.state(joined.slurm_job)[0] == ("CANCELLED" if how == "scancel" else "TIMEOUT")
+    assert desk.run(*command, joined.slurm_job).returncode == 0
+    state, text = outcome
+    desk.until(lambda: [e for e in desk.of(job, ReplacementChanged) if e.state == state], job)
+    assert desk.state(joined.slurm_job)[0] == ends
     assert processes_of(joined.slurm_job) == []
     desk.until_committed(job, desk.committed(job) + 3)
 
@@ -167,8 +171,9 @@ def test_a_replacement_whose_slurm_job_ends_leaves_nothing_on_its_node(
     reference.check(desk.rows("iterations", job))
     assert [failure["node"] for failure in desk.rows("failures", job)] == ["n3"]
     assert [drain["node"] for drain in desk.rows("drains", job)] == ["n3"]
-    (replacement,) = desk.rows("replacements", job)
-    assert (replacement["node"], replacement["outcome"]) == ("n5", state)
+    replacement = desk.rows("replacements", job)[0]
+    recorded = "cancelled" if state == "withdrawn" else state
+    assert (replacement["node"], replacement["outcome"], replacement["text"]) == ("n5", recorded, text)
 
 
 def processes_of(slurm_job: str) -> list[str]:

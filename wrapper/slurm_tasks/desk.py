@@ -107,7 +107,7 @@ class SlurmDesk:
                 self._replacements.unwanted(number)
                 plan(("cancel", number), 0.0, lambda: self._replacements.cancel(number, 0))
             case api.WatchReplacements():
-                plan("requests", float("-inf"), self._replacements.look)
+                plan("requests", float("-inf"), self._replacements.look_often)
             case api.WatchNode():
                 self._nodes.watch(action.node)
                 plan("nodes", WATCH_PAUSES_S[0], self._nodes.look)

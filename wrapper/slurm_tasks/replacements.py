@@ -271,6 +271,12 @@ class Replacements:
 
     # --- looking ----------------------------------------------------------------------------------------------
 
+    def look_often(self) -> Done:
+        """Query Slurm now, and soon again: the Slurm job of a request is ending."""
+        for request in self._all():
+            request.looks = 0
+        return self.look()
+
     def look(self) -> Done:
         """Query Slurm for all open requests in one call; changes become events."""
         open_ones = [r for r in self._all() if r.state in ("pending", "running") and not r.cancelled]

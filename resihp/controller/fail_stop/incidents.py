@@ -106,9 +106,9 @@ def same_error_everywhere(job: Job) -> bool:
 
     Ranks of a single node may share an exception because of the node: a full disk, or a file system that is not
     mounted. Training then goes on without them, and the exception of a sample follows it to another node. Two ranks are
-    enough if all work is on their node, and one rank if no other rank has work or was about to get work. Errors that the script cannot have caused (of
-    storage, a service, a device or a lost peer) do not count: their processes are lost, and training continues with the
-    other ranks or from a checkpoint.
+    enough if all work is on their node, and one rank if no other rank has work or was about to get work. Errors that
+    the script cannot have caused (of storage, a service, a device or a lost peer) do not count: their processes are
+    lost, and training continues with the other ranks or from a checkpoint.
     """
     just_failed = {rank for incident in job.incidents for rank in incident.ranks}
     by_error: dict[tuple[int | None, str], set[int]] = {}

@@ -210,8 +210,8 @@ class Allocation:
                 if entry.how == "vacated":
                     self.vacated.add(entry.node)
                     scenario = self.world.scenario
-                    asked = entry.node in self.ending or scenario.on_drain == "vacate"
-                    expect(asked and entry.node != scenario.batch_node, f"{entry} unrequested")
+                    has_reason = entry.node in self.ending or scenario.on_drain == "vacate"
+                    expect(has_reason and entry.node != scenario.batch_node, f"{entry} unrequested")
             case NodeJoined():
                 self._check_arrival(entry)
             case ReplacementAsked():

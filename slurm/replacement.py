@@ -8,7 +8,9 @@ process writes the id of the submitted job to a file in FOLDER, even if its pare
 call of `submit` finds this file.
 
 submitit pickles a file in the same folder: the call of `os.execv` by which the job's process becomes the agent. So
-nothing is pickled on the way back, signals reach the agent, and the agent's output is the job's output. submitit's own
+nothing is pickled on the way back, and the agent's output is the job's output. The batch script, too, becomes that
+process: if it waited for it instead, it would end at the first SIGTERM, and Slurm would take the node for idle while
+the agent still runs. submitit's own
 `srun` is omitted, because the batch step of a one-node job has the whole node; so is its default wckey, which many
 clusters refuse.
 """
@@ -220,7 +222,7 @@ def main(folder: Path) -> None:
     import submitit
 
     wanted = msgspec.json.decode((folder / _WANTED).read_bytes(), type=ReplacementJob)
-    executor = submitit.SlurmExecutor(folder=folder, max_num_timeout=0, python=f"{shlex.quote(sys.executable)} -P")
+    executor = submitit.SlurmExecutor(folder=folder, max_num_timeout=0, python=f"exec {shlex.quote(sys.executable)} -P")
     executor.update_parameters(**parameters(wanted))
     try:
         job = executor.submit(os.execv, wanted.command[0], list(wanted.command))

@@ -76,7 +76,7 @@ def change_replacement(session: Session, job: models.JobRow, entry: journal.Repl
     request = session.get(models.ReplacementRow, (job.id, entry.replacement))
     if request is None:
         return
-    request.outcome = entry.state
+    request.outcome = "cancelled" if entry.state == "withdrawn" else entry.state  # `text` says who cancelled it
     request.slurm_job = entry.slurm_job
     request.node = None if entry.node is None else stored_text(entry.node)
     request.text = stored_text(entry.text)
@@ -85,7 +85,7 @@ def change_replacement(session: Session, job: models.JobRow, entry: journal.Repl
         node = session.get(models.NodeRow, (job.id, request.node or ""))
         if node is not None:
             node.replacement = entry.replacement
-    elif entry.state in ("refused", "cancelled", "ended"):
+    elif entry.state in ("refused", "cancelled", "ended", "withdrawn"):
         request.ended_at = moment(at)
 
 

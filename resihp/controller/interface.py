@@ -206,10 +206,10 @@ class ReleaseAnswered(Event, frozen=True, kw_only=True):
 
 class ReplacementNews(Event, frozen=True, kw_only=True):
     """Slurm reports the state of a replacement request. The arrival of the node itself is reported by `AgentJoined`,
-    with the request's number as `lease`."""
+    with the request's number as `lease`. `withdrawn`: somebody else cancelled its Slurm job."""
 
     replacement: int
-    state: Literal["pending", "running", "refused", "ended"]
+    state: Literal["pending", "running", "refused", "ended", "withdrawn"]
     slurm_job: str | None
     node: str | None
     text: str
@@ -378,6 +378,11 @@ class CancelReplacement(Action, frozen=True, kw_only=True):
     reason: str
 
 
+class WatchReplacements(Action, frozen=True, kw_only=True):
+    """Ask Slurm now about all replacement requests, because the Slurm job of one of them is ending. Answered with
+    `ReplacementNews` events."""
+
+
 class WatchNode(Action, frozen=True, kw_only=True):
     """Poll Slurm's view of a lost node until Slurm has noticed the loss as well. Answered with `SlurmSees` events."""
 
@@ -466,6 +471,7 @@ AnyAction = (
     | ReleaseNode
     | AskReplacement
     | CancelReplacement
+    | WatchReplacements
     | WatchNode
     | AskWhy
     | AskTimeLeft

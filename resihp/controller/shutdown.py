@@ -15,6 +15,8 @@ nodes, or of the only one
 USR1 or USR2, also to       a warning: time runs out    checkpoint, exit 75 (requeue) or 143, as configured
 agents of several nodes
 a signal to one agent       a matter of that node       a notice; the node's end is not a failure of the node
+TERM, USR1 or USR2 to the   the end of that Slurm job   the node leaves the job in order (`nodes.drains`)
+agent of a replacement
 INT, TERM without Slurm,    an operator's request       checkpoint, exit 130 for INT, else 143; a second request
 `resihp stop`                                           ends the job at once
 no quorum follows           another may lead            end at once, exit 75: the guardian decides
@@ -33,6 +35,7 @@ from typing import assert_never
 from resihp.controller import interface as api
 from resihp.controller import iterations, transition
 from resihp.controller.fail_stop import incidents
+from resihp.controller.nodes import replacements
 from resihp.controller.planning import situations
 from resihp.controller.state.job import Job
 from resihp.controller.state.requests import COINCIDENCE_S, AgentSignal, Meaning, StopRequest
@@ -112,15 +115,22 @@ def _operator(job: Job, signal: int, cause: str) -> None:
 
 def _agent_signalled(job: Job, event: api.AgentSignalled) -> None:
     """Interpret a signal to an agent. If agents of several nodes receive a signal at once, it is meant for the whole
-    job."""
+    job. A replacement's node has a Slurm job of its own: a signal to its agent says nothing about the other nodes."""
     node = job.nodes.get(event.node)
     if node is None or not node.alive or event.signal == signals.SIGCONT:
         return
     job.agent_signals[event.node] = AgentSignal(event.signal, job.now)
     if job.stop_request is not None:
         job.stop_request.nodes.add(event.node)
-    recent = _recent(job)
-    alone = sum(other.alive for other in job.nodes.values()) == 1
+    if replacements.of_node(job, event.node) is not None:
+        if job.stop_request is None and event.signal in (*_WARNINGS, signals.SIGTERM):
+            job.agent_signals[event.node].reported = True
+            job.maintenance.ending.add(event.node)
+            job.say("notice", f"node {event.node}: Slurm ends this replacement ({_name(event.signal)})")
+            job.do(api.WatchReplacements())
+        return
+    recent = {name: received for name, received in _recent(job).items() if replacements.of_node(job, name) is None}
+    alone = sum(other.alive for name, other in job.nodes.items() if replacements.of_node(job, name) is None) == 1
     for meaning in _MEANINGS:
         nodes = [name for name, received in recent.items() if _MEANINGS[received.signal in _WARNINGS] == meaning]
         if len(nodes) > 1 or (nodes and alone):

@@ -621,10 +621,14 @@ class ReplacementAsked(Entry, frozen=True, kw_only=True):
 
 
 class ReplacementChanged(Entry, frozen=True, kw_only=True):
-    """The state of a replacement request has changed. `node`: the name of the new node, once known."""
+    """The state of a replacement request has changed. `node`: the name of the new node, once known.
+
+    `cancelled`: this job no longer needs it. `withdrawn`: somebody else cancelled its Slurm job. `ended`: the Slurm job
+    has ended for another reason.
+    """
 
     replacement: int
-    state: Literal["pending", "running", "joined", "refused", "cancelled", "ended"]
+    state: Literal["pending", "running", "joined", "refused", "cancelled", "ended", "withdrawn"]
     slurm_job: str | None
     node: str | None
     text: str

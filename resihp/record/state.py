@@ -149,7 +149,7 @@ class Replacement:
     number: int
     instead: str
     excluded: tuple[str, ...]
-    state: Literal["asked", "pending", "running", "joined", "refused", "cancelled", "ended"] = "asked"
+    state: Literal["asked", "pending", "running", "joined", "refused", "cancelled", "ended", "withdrawn"] = "asked"
     slurm_job: str | None = None
     node: str | None = None
     joined: bool = False

@@ -25,11 +25,16 @@ from resihp.record.journal import (
 )
 from resihp.simulator.invariants.violations import expect
 from resihp.simulator.machines.sim_node import SimNode
+from resihp.simulator.scenarios.scenario import SIGTERM, SIGUSR2
 
 if TYPE_CHECKING:
     from resihp.simulator.world import World
 
-FINAL_STATES = ("refused", "cancelled", "ended")
+KILL_WAIT_S = 30.0
+"""Seconds from Slurm's signal to the end of a job to the kill of its processes."""
+FINAL_STATES = ("refused", "cancelled", "ended", "withdrawn")
+RIVAL_STATES = ("asked", "pending", "running", "joined", "withdrawn")
+"""States of a request beside which no other may be made for the same lost node."""
 
 
 class Allocation:
@@ -55,6 +60,8 @@ class Allocation:
         self.instead: dict[int, str] = {}
         self.guests: dict[str, int] = {}
         """Nodes that were given to a replacement request, with the number of the request."""
+        self.ending: set[str] = set()
+        """Nodes in `guests` whose agents were told that their Slurm job is ending."""
         self.present: set[str] = set()
         """Nodes in `guests` that the job has accepted."""
 
@@ -128,6 +135,18 @@ class Allocation:
         joined = api.AgentJoined(node=node.name, host=host, devices=node.devices, lease=number, hardware=hardware)
         world.network.up(node, joined)
         world.at(world.rng.uniform(0.0, 1.0), world.agents.beat, node)
+        if world.rng.random() < 0.25:
+            world.at(world.rng.choice([world.rng.uniform(0, 3), world.rng.uniform(3, 20)]), self._end, node, number)
+
+    def _end(self, node: SimNode, number: int) -> None:
+        """End the Slurm job of a guest: its agent is told by a signal, and `KILL_WAIT_S` later it is killed."""
+        rng, world = self.world.rng, self.world
+        if not node.alive or world.end is not None:
+            return
+        self.ending.add(node.name)
+        world.network.up(node, api.AgentSignalled(node=node.name, signal=rng.choice([SIGTERM, SIGUSR2])))
+        self._later([self._news(number, rng.choice(["ended", "withdrawn"]), node.name)])
+        world.at(KILL_WAIT_S, world.agents.kill_node, node, rng.random() < 0.5)
 
     # --- rules ----------------------------------------------------------------------------------------------------
 
@@ -191,7 +210,8 @@ class Allocation:
                 if entry.how == "vacated":
                     self.vacated.add(entry.node)
                     scenario = self.world.scenario
-                    expect(scenario.on_drain == "vacate" and entry.node != scenario.batch_node, f"{entry} unrequested")
+                    has_reason = entry.node in self.ending or scenario.on_drain == "vacate"
+                    expect(has_reason and entry.node != scenario.batch_node, f"{entry} unrequested")
             case NodeJoined():
                 self._check_arrival(entry)
             case ReplacementAsked():
@@ -199,7 +219,9 @@ class Allocation:
             case ReplacementChanged():
                 before = self.requests[entry.replacement]
                 expect(before not in FINAL_STATES, f"{entry} after it was {before}")
-                expect(before != "joined" or entry.state in ("joined", "ended"), f"{entry} after it joined")
+                expect(
+                    before != "joined" or entry.state in ("joined", "ended", "withdrawn"), f"{entry} after it joined"
+                )
                 self.requests[entry.replacement] = entry.state
             case PlanInEffect() | SlurmSaw():
                 pass
@@ -243,7 +265,7 @@ class Allocation:
         expect(len(self.requests) < self.world.scenario.replacements, f"{entry} is one too many")
         expect(entry.replacement == len(self.requests) + 1, f"{entry} after {len(self.requests)}")
         expect(entry.node in self.lost and entry.node not in self.guests, f"{entry} of a node that is not lost")
-        rivals = [n for n, node in self.instead.items() if node == entry.node and self.requests[n] not in FINAL_STATES]
+        rivals = [n for n, node in self.instead.items() if node == entry.node and self.requests[n] in RIVAL_STATES]
         expect(not rivals, f"{entry} beside {rivals}")
         assert job.record.first_plan is not None
         wanted = max(len(job.record.first_plan.layout.active), self.world.settings.ranks_asked)

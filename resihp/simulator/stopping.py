@@ -135,18 +135,27 @@ class Stopping:
                 self.asked(0)
             case api.AgentSignalled() if event.signal != SIGCONT and event.node in self.nodes:
                 self.signals[event.node] = (now, event.signal)
-                for is_warning in (False, True):
-                    fresh = [
-                        name
-                        for name, (at, number) in self.signals.items()
-                        if now - at <= TOGETHER_S and (number in WARNING_SIGNALS) == is_warning
-                    ]
-                    if len(fresh) > 1 or (fresh and len(self.nodes) == 1):
-                        self.begin(is_warning)
+                self.learn_of_agents(event.node)
             case api.TimeLeft():
                 self.deadline = None if event.seconds is None else now + event.seconds
             case _:
                 pass
+
+    def learn_of_agents(self, node: str) -> None:
+        """Begin the stop if the signals to agents are meant for the whole job. A guest has a Slurm job of its own."""
+        of_the_job = self.nodes - self.world.allocation.guests.keys()
+        if node not in of_the_job:
+            return
+        for is_warning in (False, True):
+            fresh = [
+                name
+                for name, (at, number) in self.signals.items()
+                if self.world.now - at <= TOGETHER_S
+                and (number in WARNING_SIGNALS) == is_warning
+                and name in of_the_job
+            ]
+            if len(fresh) > 1 or (fresh and len(of_the_job) == 1):
+                self.begin(is_warning)
 
     def asked(self, number: int) -> None:
         """Record an operator's request to stop. If it is the second request and a signal, the job must end at once."""

@@ -45,7 +45,7 @@ REST_S = 0.005
 """How long the separate thread sleeps after each few milliseconds of work."""
 JOB_STATES = ("running", "completed", "failed", "cancelled", "abnormal")
 DETECTOR_STATES = ("warming up", "workload", "iterations", "plain times")
-REPLACEMENT_STATES = ("asked", "pending", "running", "joined", "refused", "cancelled", "ended")
+REPLACEMENT_STATES = ("asked", "pending", "running", "joined", "refused", "cancelled", "ended", "withdrawn")
 
 
 _log = logging.getLogger("resihp.listeners")

@@ -88,6 +88,7 @@ class SlurmDesk:
         | api.ReleaseNode
         | api.AskReplacement
         | api.CancelReplacement
+        | api.WatchReplacements
         | api.WatchNode
         | api.AskWhy
         | api.AskTimeLeft,
@@ -105,6 +106,8 @@ class SlurmDesk:
             case api.CancelReplacement(replacement=number):
                 self._replacements.unwanted(number)
                 plan(("cancel", number), 0.0, lambda: self._replacements.cancel(number, 0))
+            case api.WatchReplacements():
+                plan("requests", float("-inf"), self._replacements.look_often)
             case api.WatchNode():
                 self._nodes.watch(action.node)
                 plan("nodes", WATCH_PAUSES_S[0], self._nodes.look)

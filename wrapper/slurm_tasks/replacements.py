@@ -25,7 +25,7 @@ from slurm.replacement import ReplacementJob
 from wrapper.config.run_spec import RunRequest
 from wrapper.slurm_tasks.agenda import Done, pause_of
 from wrapper.slurm_tasks.exclusion_lists import to_avoid
-from wrapper.slurm_tasks.own_job import RETRY_PAUSES_S, OwnJob
+from wrapper.slurm_tasks.own_job import RETRY_PAUSES_S, OwnJob, meaning_of
 
 REQUEST_PAUSES_S = (*(5.0,) * 12, 15.0)
 """Pauses between queries for requests that wait for a node; the last pause repeats."""
@@ -253,7 +253,10 @@ class Replacements:
         return Done([self._news(request, "refused", text)])
 
     def _news(
-        self, request: PendingReplacement, state: Literal["pending", "running", "refused", "ended"], text: str
+        self,
+        request: PendingReplacement,
+        state: Literal["pending", "running", "refused", "ended", "withdrawn"],
+        text: str,
     ) -> api.ReplacementNews:
         return api.ReplacementNews(
             replacement=request.number, state=state, slurm_job=request.slurm_job, node=request.node, text=text
@@ -267,6 +270,12 @@ class Replacements:
         return tuple(self._requests.values())
 
     # --- looking ----------------------------------------------------------------------------------------------
+
+    def look_often(self) -> Done:
+        """Query Slurm now, and soon again: the Slurm job of a request is ending."""
+        for request in self._all():
+            request.looks = 0
+        return self.look()
 
     def look(self) -> Done:
         """Query Slurm for all open requests in one call; changes become events."""
@@ -293,8 +302,13 @@ class Replacements:
         return Done(events, [("requests", min(pauses), self.look)] if pauses else [])
 
     def _compare(self, request: PendingReplacement, view: JobView | None) -> list[api.AnyEvent]:
+        if view is not None and view.state == "completing":
+            request.looks = 0  # its end is known soon
+            return []
         if view is None or not view.active:
             request.state = "over"
+            if view is not None and meaning_of(view) == "cancelled":
+                return [self._news(request, "withdrawn", "its Slurm job was cancelled")]
             text = "Slurm does not know the job any more" if view is None else f"the job is {view.state}"
             return [self._news(request, "ended", text)]
         state: Literal["pending", "running"] = "pending"

@@ -38,6 +38,7 @@ class SlurmDeskLike(Protocol):
         | api.ReleaseNode
         | api.AskReplacement
         | api.CancelReplacement
+        | api.WatchReplacements
         | api.WatchNode
         | api.AskWhy
         | api.AskTimeLeft,

@@ -301,6 +301,7 @@ class Supervisor:
                 | api.ReleaseNode()
                 | api.AskReplacement()
                 | api.CancelReplacement()
+                | api.WatchReplacements()
                 | api.WatchNode()
                 | api.AskWhy()
                 | api.AskTimeLeft()

@@ -101,22 +101,29 @@ def outside_failed(job: Job, ranks: list[int], symptom: str) -> None:
 
 
 def same_error_everywhere(job: Job) -> bool:
-    """End the job if two ranks raised the same exception, which means that the script or a sample fails on any device;
-    return whether the job was ended.
+    """End the job if ranks of two nodes raised the same exception, which means that the script or a sample fails on any
+    device; return whether the job was ended.
 
-    One rank is enough if no other rank has work or was about to get work. Errors that the script cannot have caused (of
-    storage, a service, a device or a lost peer) do not count: their processes are lost, and training continues with the
-    other ranks or from a checkpoint.
+    Ranks of a single node may share an exception because of the node: a full disk, or a file system that is not
+    mounted. Training then goes on without them, and the exception of a sample follows it to another node. Two ranks are
+    enough if all work is on their node, and one rank if no other rank has work or was about to get work. Errors that
+    the script cannot have caused (of storage, a service, a device or a lost peer) do not count: their processes are
+    lost, and training continues with the other ranks or from a checkpoint.
     """
-    by_error: dict[tuple[int, str], list[int]] = {}
-    for rank, error in job.errors.items():
+    just_failed = {rank for incident in job.incidents for rank in incident.ranks}
+    by_error: dict[tuple[int | None, str], set[int]] = {}
+    for rank, (iteration, error) in job.errors.items():
         if own_causes.may_be_the_program(job, rank):
-            by_error.setdefault(error, []).append(rank)
-    worst = max(by_error.values(), key=len, default=[])
+            by_error.setdefault((iteration, error), set()).add(rank)
+            if rank in just_failed:  # together, if not in the same iteration
+                by_error.setdefault((None, error), set()).add(rank)
+    worst = sorted(max(by_error.values(), key=len, default=set()))
     proposed = job.record.proposed
     plans = [job.record.plan or job.record.first_plan, None if proposed is None else proposed.plan]
     with_work = {rank for plan in plans if plan is not None for rank in plan.computing}
-    if len(worst) >= 2 or (worst and with_work == set(worst)):
+    nodes = {job.members[rank].node for rank in worst}
+    on_one_node = {job.members[rank].node for rank in with_work if rank in job.members} <= nodes
+    if (len(worst) >= 2 and (len(nodes) >= 2 or on_one_node)) or (worst and with_work == set(worst)):
         program_is_broken(job, worst)
         return True
     return False

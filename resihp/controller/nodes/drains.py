@@ -4,9 +4,9 @@ Decides when to act on a failed node (`measures` decides how), when to give a lo
 to Slurm's view. A node has failed if a journaled failure names it or one of its devices. No measure is taken on a mere
 suspicion, against the node of the batch script, or while the job is being stopped. The job's own observations take
 precedence over Slurm's: Slurm's view is recorded but never acted on, except that nodes that an administrator drains are
-vacated if the user wants that (`Settings.on_drain`). `replacements` handles new nodes. All of this is in the journal,
-so that a new supervisor continues it (`resume`). Called by the controller at the end of each event, and with Slurm's
-answers.
+vacated if the user wants that (`Settings.on_drain`). Nodes of replacements are vacated when their own Slurm job ends.
+`replacements` handles new nodes. All of this is in the journal, so that a new supervisor continues it (`resume`).
+Called by the controller at the end of each event, and with Slurm's answers.
 """
 
 from __future__ import annotations
@@ -176,16 +176,17 @@ def _leave_unusable_nodes(job: Job) -> None:
 
 
 def _vacate(job: Job) -> None:
-    """Remove nodes that an administrator drains from the job: first their ranks stand by, then the nodes are given
-    back. This is not a failure."""
-    if job.settings.on_drain != "vacate":
-        return
-    drained = [name for name, node in job.nodes.items() if node.alive and _is_administrators(job, name)]
-    for name in sorted(job.vacating.difference(drained)):
+    """Remove nodes that an administrator drains, and nodes of replacements whose Slurm job is ending: first their ranks
+    stand by, then the nodes are given back. This is not a failure."""
+    alive = [name for name, node in job.nodes.items() if node.alive]
+    leaving = [name for name in alive if name in job.maintenance.ending]
+    if job.settings.on_drain == "vacate":
+        leaving += [name for name in alive if name not in leaving and _is_administrators(job, name)]
+    for name in sorted(job.vacating.difference(leaving)):
         _use_again(job, name)
     if not job.may_interrupt:
         return
-    for name in drained:
+    for name in leaving:
         if not any(job.members[rank].node == name for rank in job.record.active):
             _leave(job, name)
         elif name in job.vacating:  # no plan was found that does without it
@@ -211,7 +212,7 @@ def _stand_by(job: Job, name: str) -> None:
     except (LayoutError, NotEnoughDevicesError):
         _keep(job, name)
     else:
-        transition.pause(job, f"node {name}: is drained ({job.record.slurm_sees[name][1] or 'no reason'}), leaving it")
+        transition.pause(job, f"node {name}: {_why(job, name)}, leaving it")
 
 
 def _use_again(job: Job, name: str) -> None:
@@ -222,19 +223,36 @@ def _use_again(job: Job, name: str) -> None:
             replan_policy.consider_newcomer(job, rank, f"node {name} is no longer drained")
 
 
+def _why(job: Job, name: str) -> str:
+    """Return, in words, why a node leaves the job."""
+    if name in job.maintenance.ending:
+        return "the Slurm job of this replacement is ending"
+    return f"is drained ({job.record.slurm_sees[name][1] or 'no reason'})"
+
+
 def _keep(job: Job, name: str) -> None:
     job.vacating.discard(name)
-    job.maintenance.kept[name] = job.record.slurm_sees[name]
-    job.say("notice", f"node {name}: is drained, but the layout needs it; it keeps training")
+    if name in job.maintenance.ending:
+        job.maintenance.ending.discard(name)
+        job.say("notice", f"node {name}: the layout needs it; it trains until Slurm ends it")
+    else:
+        job.maintenance.kept[name] = job.record.slurm_sees[name]
+        job.say("notice", f"node {name}: is drained, but the layout needs it; it keeps training")
 
 
 def _leave(job: Job, name: str) -> None:
     """Remove a node from the job after its last rank has lost its work."""
     job.vacating.discard(name)
-    drained = job.record.slurm_sees[name][1] or "no reason"
-    reason = f"released because an administrator drains it: {drained}"
+    if name in job.maintenance.ending:
+        job.maintenance.ending.discard(name)
+        reason, because = "released because the Slurm job of this replacement is ending", "its Slurm job is ending"
+    else:
+        drained = job.record.slurm_sees[name][1] or "no reason"
+        reason, because = f"released because an administrator drains it: {drained}", "it is drained"
     failures.leave_node(job, NodeLost(node=name, reason=reason, how="vacated"))
-    job.say("notice", f"node {name}: released and given back, because it is drained")
+    job.say("notice", f"node {name}: released and given back, because {because}")
+    if replacements.of_node(job, name) is not None:
+        job.do(api.WatchReplacements())
 
 
 def _release(job: Job) -> None:
@@ -252,7 +270,7 @@ def _is_due(job: Job, lost_node: LostNode, release: GivingBack) -> bool:
         return False
     if job.now < max(release.next_try_at, release.lost_at + COINCIDENCE_S):
         return False
-    if lost_node.name == job.settings.batch_node or _is_leased(job, lost_node.name):
+    if lost_node.name == job.settings.batch_node or replacements.of_node(job, lost_node.name) is not None:
         return False
     if lost_node.name in job.record.verdicts or any(incident.node == lost_node.name for incident in job.incidents):
         return False
@@ -274,14 +292,9 @@ def _may_be_reused(job: Job, lost_node: LostNode, release: GivingBack) -> bool:
     return (view is not None and not _is_usable(view[0])) or job.now - release.lost_at > SLURM_NOTICES_S
 
 
-def _is_leased(job: Job, name: str) -> bool:
-    """Return whether a node came with a replacement request, so that it is not part of the job's own allocation."""
-    return any(request.joined and request.node == name for request in job.record.replacements.values())
-
-
 def _kept(job: Job) -> tuple[str, ...]:
     """Return the nodes that the job's own allocation keeps: its live nodes, and always the node of the batch script."""
-    own = [name for name in job.nodes if not _is_leased(job, name)]
+    own = [name for name in job.nodes if replacements.of_node(job, name) is None]
     return tuple(
         sorted((name for name in own if job.nodes[name].alive or name == job.settings.batch_node), key=natural)
     )

@@ -24,6 +24,8 @@ from resihp.scheduler import transition_cost
 
 JOINING_S = 10.0
 """Estimated seconds from a node's arrival until its processes are ready. Training goes on meanwhile."""
+LEAVING_S = 60.0
+"""Seconds that the Slurm job of a node that left in order may take to end."""
 RETRY_AFTER_S = 30.0
 """Seconds from a failed request to the next request; doubled after each further failure."""
 MAX_RETRY_AFTER_S = 600.0
@@ -33,7 +35,7 @@ MAX_RETRY_AFTER_S = 600.0
 def review(job: Job) -> None:
     """Cancel requests that are no longer needed, and request missing nodes. Called at the end of each event."""
     for request in tuple(job.record.replacements.values()):
-        if request.state == "joined" and request.node is not None and not job.nodes[request.node].alive:
+        if request.state == "joined" and request.node is not None and _is_gone(job, request.node):
             _let_go(job, request, "ended", f"node {request.node} was lost")
     if job.stage == "halting":
         cancel_open(job, "training is done")
@@ -41,6 +43,14 @@ def review(job: Job) -> None:
         cancel_open(job, "the job is to stop")
     elif job.stage == "running":
         _compare(job)
+
+
+def _is_gone(job: Job, name: str) -> bool:
+    """Return whether the Slurm job of a replacement's node is to be ended. A node that left in order ends it by itself,
+    and Slurm then knows why it ended; it is given `LEAVING_S` for that."""
+    if job.nodes[name].alive:
+        return False
+    return job.record.lost[name].how != "vacated" or job.now - job.maintenance.releases[name].lost_at > LEAVING_S
 
 
 def _compare(job: Job) -> None:
@@ -89,13 +99,14 @@ def _wanted(job: Job) -> int:
 
 
 def missing(job: Job) -> list[str]:
-    """Return the job's own lost nodes without a replacement, in the order of their loss.
+    """Return the job's own lost nodes without a replacement, in the order of their loss. A node whose replacement was
+    cancelled by somebody else is not replaced again.
 
     A node counts only `COINCIDENCE_S` seconds after its loss, when it is clear that the loss is not part of the end of
     the whole job.
     """
     requests, releases = job.record.replacements.values(), job.maintenance.releases
-    filled = {request.instead for request in requests if request.open or request.state == "joined"}
+    filled = {request.instead for request in requests if request.open or request.state in ("joined", "withdrawn")}
     arrived = {request.node for request in requests if request.joined}
     return [
         lost.name
@@ -160,7 +171,7 @@ def news(job: Job, event: api.ReplacementNews) -> None:
         return
     if request.state == "joined" and event.state == "refused":
         return  # the answer to a repeated request, after an earlier one was granted
-    state: Literal["pending", "running", "joined", "refused", "ended"] = event.state
+    state: Literal["pending", "running", "joined", "refused", "ended", "withdrawn"] = event.state
     if request.state in ("running", "joined") and event.state in ("pending", "running"):
         state = request.state  # a new supervisor may learn of the states from the beginning
     slurm_job = event.slurm_job or request.slurm_job
@@ -172,7 +183,10 @@ def news(job: Job, event: api.ReplacementNews) -> None:
     job.log(
         ReplacementChanged(replacement=request.number, state=state, slurm_job=slurm_job, node=node, text=event.text)
     )
-    if was_open and state in ("refused", "ended"):
+    if state == "withdrawn":
+        outcome = f"{event.text}; no other node is requested in place of {request.instead}"
+        job.say("notice", f"replacement {request.number} for node {request.instead}: {outcome}")
+    elif was_open and state in ("refused", "ended"):
         _wait(job)
         job.say("notice", f"replacement {request.number} for node {request.instead}: {state}: {event.text}")
 
@@ -212,6 +226,15 @@ def _wait(job: Job) -> None:
     """Set the time of the next request after a failed one."""
     pause_s = min(RETRY_AFTER_S * 2 ** (job.record.failed_requests - 1), MAX_RETRY_AFTER_S)
     job.maintenance.ask_after = job.now + pause_s
+
+
+def of_node(job: Job, name: str) -> Replacement | None:
+    """Return the request that a node came with, and whose Slurm job it therefore belongs to; None if the node is part
+    of the job's own allocation."""
+    for request in job.record.replacements.values():
+        if request.joined and request.node == name:
+            return request
+    return None
 
 
 def cancel(job: Job, request: Replacement, reason: str) -> None:

@@ -37,6 +37,8 @@ class NodeMaintenance:
     """Lost nodes for which a request was last declined, so that the same refusal is recorded only once."""
     waits_s: list[float] = field(default_factory=list)
     """Seconds from each of this supervisor's requests to the arrival of the node."""
+    ending: set[str] = field(default_factory=set)
+    """Nodes of replacements whose own Slurm job is ending, which their agents were told by a signal."""
     kept: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Nodes that an administrator drains but that the layout needs, with Slurm's (state, reason) at the time of that
     decision."""

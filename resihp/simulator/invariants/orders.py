@@ -177,6 +177,7 @@ def check_pause(rules: Rules, plan: Plan) -> None:
         bool(newcomers - rules.known_dead),
         any(reports_slow_device(entry) for entry in entries),
         world.scenario.on_drain == "vacate" and any(isinstance(e, SlurmSaw) and "drain" in e.state for e in entries),
+        bool(world.allocation.ending),
         world.scenario.batch_sizes.at(rules.stepped_by_any + 1) != plan.micro_batches,
         any(isinstance(entry, ChangeDecided) and entry.tuned for entry in entries),
         bool(layers_held_once(plan.layout)),

@@ -17,6 +17,7 @@ from tests.resihp.detector.diagnosis.test_survived import WATCHDOG
 from tests.resihp.detector.lines import GLOO_CLOSED, REFUSED_BY_A_SERVICE, traceback
 
 EIO = "OSError: [Errno 5] Input/output error: '/data/shard-17.bin'"
+MISSING = "FileNotFoundError: [Errno 2] No such file or directory: '/scratch/shard-5.bin'"
 HTTP_503 = "HTTPError: 503 Server Error: Service Unavailable for url: https://huggingface.co/api/models/gpt2"
 AGAIN = {"slurm": True, "may_requeue": True, "restarts_left": 1}
 
@@ -149,10 +150,36 @@ def test_a_device_that_two_ranks_lost_is_not_the_scripts_doing() -> None:
     assert job.end is None
 
 
+def test_an_error_that_all_ranks_of_one_node_share_costs_the_node_its_ranks_and_not_the_job() -> None:
+    """A file system that is not mounted there; on nodes with one GPU the same cost one rank."""
+    job = Job()
+    for rank in (2, 3):
+        job.raise_(rank, MISSING)
+        job.exit(rank, traceback(MISSING))
+    job.settle()
+    assert job.end is None
+    assert {2, 3}.isdisjoint(job.job.record.active)
+    assert all(failure.node is None for failure in job.all(FailureFound))
+
+
+def test_an_error_that_follows_its_sample_to_another_node_is_the_scripts() -> None:
+    job = Job()
+    for rank in (2, 3):
+        job.raise_(rank, MISSING)
+        job.exit(rank, traceback(MISSING))
+    job.settle()
+    for rank in (4, 5):
+        job.raise_(rank, MISSING)
+        job.exit(rank, traceback(MISSING))
+    job.park(stepped=job.job.record.committed)
+    assert job.end is not None
+    assert job.end.exit_code == 93
+
+
 def test_one_error_of_several_ranks_is_one_failure() -> None:
     job = Job()
     job.exit(5, status=-9)
-    for rank in (2, 3):
+    for rank in (1, 3):
         job.raise_(rank, "ValueError: bad batch 17")
         job.exit(rank, status=1)
     job.park(stepped=job.job.record.committed)

@@ -12,7 +12,7 @@ import pytest
 from resihp.controller import Controller
 from resihp.controller import interface as api
 from resihp.controller.nodes.drains import DRAIN_PATIENCE_S
-from resihp.controller.nodes.replacements import RETRY_AFTER_S
+from resihp.controller.nodes.replacements import LEAVING_S, RETRY_AFTER_S
 from resihp.controller.planning import first_plan, next_plan
 from resihp.detector.diagnosis.clues import read_log
 from resihp.errors import NotEnoughDevicesError
@@ -34,7 +34,7 @@ from resihp.record.journal import (
     Suspected,
     WorkerStarted,
 )
-from resihp.simulator.scenarios.scenario import SIGTERM
+from resihp.simulator.scenarios.scenario import SIGTERM, SIGUSR2
 from tests.resihp.controller.direct import DECLARE, Direct
 
 AGENT = "its agent was killed by SIGKILL"
@@ -821,6 +821,111 @@ def test_a_node_that_came_later_is_itself_not_replaced() -> None:
     job.lose("n9", "n4", reason=AGENT)
     job.train(60)
     assert {entry.node for entry in job.all(ReplacementAsked)} == {"n3", "n4"}
+
+
+def replaced(**changes: Any) -> Job:
+    """A job that lost n3 and has n9, with ranks 8 and 9, in its place."""
+    job = trained(**changes)
+    job.lose("n3", reason=AGENT)
+    job.train(2)
+    job.news(1, "running", node="n9")
+    job.arrive("n9", lease=1)
+    job.let_in(8, 9)
+    job.train(3)
+    assert {8, 9} <= set(job.job.record.active)
+    return job
+
+
+@pytest.mark.parametrize("signal", [SIGTERM, SIGUSR2])
+def test_a_replacement_whose_slurm_job_ends_leaves_between_two_iterations_and_nobody_is_blamed(signal: int) -> None:
+    job = replaced()
+    job.feed(api.AgentSignalled(node="n9", signal=signal))
+    assert job.job.stop_request is None, "the job's own Slurm job goes on"
+    assert len(job.asked(api.WatchReplacements)) == 1, "Slurm knows why"
+    pauses(job)
+    job.train(5)
+    assert {8, 9}.isdisjoint(job.job.record.active)
+    assert [(entry.node, entry.how) for entry in job.all(NodeLost)][1:] == [("n9", "vacated")]
+    assert [action.node for action in job.asked(api.DropNode)][1:] == ["n9"]
+    assert [entry.node for entry in job.all(FailureFound)] == ["n3"]
+    assert [entry.node for entry in job.all(DrainDecided)] == ["n3"]
+    assert not any("the job goes on" in action.text for action in job.asked(api.Say))
+
+
+@pytest.mark.parametrize(("state", "asked"), [("withdrawn", ["n3"]), ("ended", ["n3", "n3"])])
+def test_a_node_is_asked_for_again_unless_somebody_cancelled_the_replacement(state: str, asked: list[str]) -> None:
+    job = replaced(replacements=3)
+    job.feed(api.AgentSignalled(node="n9", signal=SIGTERM))
+    pauses(job)
+    job.news(1, state, node="n9")
+    job.train(200)
+    assert [entry.node for entry in job.all(ReplacementAsked)] == asked
+    assert job.asked(api.CancelReplacement) == [], "its Slurm job has ended"
+
+
+def test_a_replacement_that_is_cancelled_while_it_waits_is_not_asked_for_again() -> None:
+    job = trained(replacements=3)
+    job.lose("n3")
+    job.train(2)
+    job.news(1, "pending")
+    job.news(1, "withdrawn")
+    job.train(200)
+    assert [entry.node for entry in job.all(ReplacementAsked)] == ["n3"]
+    assert any("no other node is requested in place of n3" in action.text for action in job.asked(api.Say))
+
+
+def test_a_replacement_that_leaves_and_whose_slurm_job_does_not_end_is_cancelled() -> None:
+    job = replaced()
+    job.feed(api.AgentSignalled(node="n9", signal=SIGTERM))
+    pauses(job)
+    job.train(LEAVING_S - 10)
+    assert job.asked(api.CancelReplacement) == []
+    job.train(20)
+    assert [action.replacement for action in job.asked(api.CancelReplacement)] == [1]
+
+
+def test_two_replacements_that_end_together_do_not_stop_the_job() -> None:
+    job = replaced(replacements=3)
+    job.lose("n4", reason=AGENT)
+    job.train(3)
+    job.arrive("n8", lease=2)
+    job.let_in(10, 11)
+    job.train(3)
+    for node in ("n8", "n9"):
+        job.feed(api.AgentSignalled(node=node, signal=SIGTERM), 0.1)
+    assert job.job.stop_request is None
+    while job.job.nodes["n8"].alive or job.job.nodes["n9"].alive:
+        pauses(job)
+        job.train(2)
+    assert [entry.node for entry in job.all(FailureFound)] == ["n3", "n4"]
+
+
+def test_a_replacement_that_ends_and_that_the_layout_needs_trains_until_slurm_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def impossible(*_: object) -> None:
+        raise NotEnoughDevicesError("too few")
+
+    job = replaced()
+    with monkeypatch.context() as patched:
+        patched.setattr(next_plan, "best", impossible)
+        job.feed(api.AgentSignalled(node="n9", signal=SIGTERM))
+        job.train(10)
+    assert job.job.nodes["n9"].alive
+    job.lose("n9", reason=AGENT)
+    job.train(3)
+    blamed = [(entry.node, entry.component) for entry in job.all(FailureFound)]
+    assert blamed == [("n3", "node"), (None, "process")]
+    assert [entry.node for entry in job.all(DrainDecided)] == ["n3"]
+
+
+def test_the_jobs_only_own_node_speaks_for_the_job_beside_a_replacement() -> None:
+    job = replaced()
+    for node in ("n2", "n4"):
+        job.lose(node, reason=AGENT)
+        job.train(1)
+    job.feed(api.AgentSignalled(node="n1", signal=SIGTERM))
+    assert job.job.stop_request is not None
 
 
 def test_a_request_is_cancelled_when_the_first_layout_is_back_without_it() -> None:

@@ -117,7 +117,7 @@ def same_error_everywhere(job: Job) -> bool:
             by_error.setdefault((iteration, error), set()).add(rank)
             if rank in just_failed:  # together, if not in the same iteration
                 by_error.setdefault((None, error), set()).add(rank)
-    worst = sorted(max(by_error.values(), key=len, default=set[int]()))
+    worst = max((sorted(ranks) for ranks in by_error.values()), key=len, default=[])
     proposed = job.record.proposed
     plans = [job.record.plan or job.record.first_plan, None if proposed is None else proposed.plan]
     with_work = {rank for plan in plans if plan is not None for rank in plan.computing}

@@ -122,15 +122,16 @@ def _agent_signalled(job: Job, event: api.AgentSignalled) -> None:
     job.agent_signals[event.node] = AgentSignal(event.signal, job.now)
     if job.stop_request is not None:
         job.stop_request.nodes.add(event.node)
-    if replacements.of_node(job, event.node) is not None:
+    guests = replacements.guests(job)
+    if event.node in guests:
         if job.stop_request is None and event.signal in (*_WARNINGS, signals.SIGTERM):
             job.agent_signals[event.node].reported = True
             job.maintenance.ending.add(event.node)
             job.say("notice", f"node {event.node}: Slurm ends this replacement ({_name(event.signal)})")
             job.do(api.WatchReplacements())
         return
-    recent = {name: received for name, received in _recent(job).items() if replacements.of_node(job, name) is None}
-    alone = sum(other.alive for name, other in job.nodes.items() if replacements.of_node(job, name) is None) == 1
+    recent = {name: received for name, received in _recent(job).items() if name not in guests}
+    alone = sum(other.alive for name, other in job.nodes.items() if name not in guests) == 1
     for meaning in _MEANINGS:
         nodes = [name for name, received in recent.items() if _MEANINGS[received.signal in _WARNINGS] == meaning]
         if len(nodes) > 1 or (nodes and alone):

@@ -251,7 +251,7 @@ def _leave(job: Job, name: str) -> None:
         reason, because = f"released because an administrator drains it: {drained}", "it is drained"
     failures.leave_node(job, NodeLost(node=name, reason=reason, how="vacated"))
     job.say("notice", f"node {name}: released and given back, because {because}")
-    if replacements.of_node(job, name) is not None:
+    if name in replacements.guests(job):
         job.do(api.WatchReplacements())
 
 
@@ -270,7 +270,7 @@ def _is_due(job: Job, lost_node: LostNode, release: GivingBack) -> bool:
         return False
     if job.now < max(release.next_try_at, release.lost_at + COINCIDENCE_S):
         return False
-    if lost_node.name == job.settings.batch_node or replacements.of_node(job, lost_node.name) is not None:
+    if lost_node.name == job.settings.batch_node or lost_node.name in replacements.guests(job):
         return False
     if lost_node.name in job.record.verdicts or any(incident.node == lost_node.name for incident in job.incidents):
         return False
@@ -294,7 +294,8 @@ def _may_be_reused(job: Job, lost_node: LostNode, release: GivingBack) -> bool:
 
 def _kept(job: Job) -> tuple[str, ...]:
     """Return the nodes that the job's own allocation keeps: its live nodes, and always the node of the batch script."""
-    own = [name for name in job.nodes if replacements.of_node(job, name) is None]
+    guests = replacements.guests(job)
+    own = [name for name in job.nodes if name not in guests]
     return tuple(
         sorted((name for name in own if job.nodes[name].alive or name == job.settings.batch_node), key=natural)
     )

@@ -228,13 +228,10 @@ def _wait(job: Job) -> None:
     job.maintenance.ask_after = job.now + pause_s
 
 
-def of_node(job: Job, name: str) -> Replacement | None:
-    """Return the request that a node came with, and whose Slurm job it therefore belongs to; None if the node is part
-    of the job's own allocation."""
-    for request in job.record.replacements.values():
-        if request.joined and request.node == name:
-            return request
-    return None
+def guests(job: Job) -> set[str]:
+    """Return the nodes that came as replacements: each belongs to a Slurm job of its own, and not to the job's own
+    allocation."""
+    return {request.node for request in job.record.replacements.values() if request.joined and request.node is not None}
 
 
 def cancel(job: Job, request: Replacement, reason: str) -> None:

@@ -173,7 +173,7 @@ def test_a_request_waits_for_a_node_and_a_dead_node_is_seen(cluster: MakeCluster
     desk.do(api.ReleaseNode(node=bad, keep=desk.names[:1]), until=lambda: desk.of(api.ReleaseAnswered))
     assert [event.outcome for event in desk.of(api.ReleaseAnswered)] == ["done"]
     made.run("scancel", desk.of(api.ReplacementNews)[-1].slurm_job)
-    desk.do(until=lambda: "ended" in desk.state_of(1))
+    desk.do(until=lambda: "withdrawn" in desk.state_of(1))
     desk.close()
 
 

@@ -234,7 +234,7 @@ ODD: list[Any] = [
     "much",
     [[]],
 ]
-"""What was rolled back of an attempt, as no export of ours says it."""
+"""Rolled-back iterations of an attempt, in forms that no export of ours has."""
 
 
 def test_what_an_export_says_was_rolled_back_counts_only_where_it_can_be(

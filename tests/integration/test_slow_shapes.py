@@ -20,14 +20,13 @@ WATCHED_FROM = 48
 
 WATCHED = {"RESIHP_ADAPT__DETECT": "true", LAYER_MS: "8"}
 LAYERS = ("--layers", "2")
-REPLICA = 2
-"""Micro-batches of a replica."""
+MICRO_BATCHES_PER_REPLICA = 2
 
 
 def trained(job: Job, *options: str, iterations: int, nodes: int) -> list[Any]:
     """The entries of the journal of a job that ran to its end."""
     job.environment |= WATCHED
-    script = (*LAYERS, "--micro-batches", str(REPLICA * 2 * nodes))
+    script = (*LAYERS, "--micro-batches", str(MICRO_BATCHES_PER_REPLICA * 2 * nodes))
     job.train(*options, script=script, iterations=iterations, nodes=nodes, gpus=2, tp=1, pp=1).wait()
     assert job.status == 0, job.stderr
     (file,) = (job.folder / "home").rglob("journal")

@@ -212,7 +212,7 @@ def _stand_by(job: Job, name: str) -> None:
     except (LayoutError, NotEnoughDevicesError):
         _keep(job, name)
     else:
-        transition.pause(job, f"node {name}: {_why(job, name)}, leaving it")
+        transition.pause(job, f"node {name}: {_reason_to_leave(job, name)}, leaving it")
 
 
 def _use_again(job: Job, name: str) -> None:
@@ -223,7 +223,7 @@ def _use_again(job: Job, name: str) -> None:
             replan_policy.consider_newcomer(job, rank, f"node {name} is no longer drained")
 
 
-def _why(job: Job, name: str) -> str:
+def _reason_to_leave(job: Job, name: str) -> str:
     """Return, in words, why a node leaves the job."""
     if name in job.maintenance.ending:
         return "the Slurm job of this replacement is ending"

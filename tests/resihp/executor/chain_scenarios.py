@@ -283,7 +283,7 @@ def chain(
 
 
 class Held(NamedTuple):
-    """What the serial model holds: updates made so far, and each parameter's value and moments, by name and kind."""
+    """State of the serial model: updates made so far, and each parameter's value and moments, by name and kind."""
 
     updates: int
     tensors: dict[str, dict[str, torch.Tensor]]

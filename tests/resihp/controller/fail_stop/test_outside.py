@@ -38,6 +38,13 @@ def all_raise(job: Start, text: str) -> None:
         job.feed(api.WorkerExited(rank=rank, status=1, clues=read_log(text)))
 
 
+def lacks_a_file(job: Job, *ranks: int) -> None:
+    """These ranks do not find a file, and end."""
+    for rank in ranks:
+        job.raise_(rank, MISSING)
+        job.exit(rank, traceback(MISSING))
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -153,9 +160,7 @@ def test_a_device_that_two_ranks_lost_is_not_the_scripts_doing() -> None:
 def test_an_error_that_all_ranks_of_one_node_share_costs_the_node_its_ranks_and_not_the_job() -> None:
     """A file system that is not mounted there; on nodes with one GPU the same cost one rank."""
     job = Job()
-    for rank in (2, 3):
-        job.raise_(rank, MISSING)
-        job.exit(rank, traceback(MISSING))
+    lacks_a_file(job, 2, 3)
     job.settle()
     assert job.end is None
     assert {2, 3}.isdisjoint(job.job.record.active)
@@ -164,13 +169,9 @@ def test_an_error_that_all_ranks_of_one_node_share_costs_the_node_its_ranks_and_
 
 def test_an_error_that_follows_its_sample_to_another_node_is_the_scripts() -> None:
     job = Job()
-    for rank in (2, 3):
-        job.raise_(rank, MISSING)
-        job.exit(rank, traceback(MISSING))
+    lacks_a_file(job, 2, 3)
     job.settle()
-    for rank in (4, 5):
-        job.raise_(rank, MISSING)
-        job.exit(rank, traceback(MISSING))
+    lacks_a_file(job, 4, 5)
     job.park(stepped=job.job.record.committed)
     assert job.end is not None
     assert job.end.exit_code == 93

@@ -76,9 +76,9 @@ CASES: dict[str, dict[str, Any]] = {
 FEWER = ("plain", "split", "split sequence mlp", "a rank of padding", "tied two stages all")
 """What four ranks are worth asking: on few cores their collectives take most of the time."""
 GROUPED = ("plain", "split sequence mlp")
-"""What they are worth asking where embedding and head are those of another kind."""
+"""Their cases if embedding and head are those of another kind."""
 HEADS = ("plain", "split sequence mlp", "split sequence layernorm", "core_attn")
-"""What kinds `INSIDE_ATTENTION` are worth asking."""
+"""The cases of the kinds in `INSIDE_ATTENTION`."""
 ASKED = {
     **{(kind, tp): tuple(CASES) for kind in KINDS for tp in (1, 2)},
     **{(kind, tp): HEADS for kind in INSIDE_ATTENTION for tp in (1, 2)},

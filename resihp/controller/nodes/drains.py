@@ -178,10 +178,11 @@ def _leave_unusable_nodes(job: Job) -> None:
 def _vacate(job: Job) -> None:
     """Remove nodes that an administrator drains, and nodes of replacements whose Slurm job is ending: first their ranks
     stand by, then the nodes are given back. This is not a failure."""
-    alive = [name for name, node in job.nodes.items() if node.alive]
-    leaving = [name for name in alive if name in job.maintenance.ending]
+    ending = job.maintenance.ending
+    leaving = [name for name in sorted(ending, key=natural) if job.nodes[name].alive]
     if job.settings.on_drain == "vacate":
-        leaving += [name for name in alive if name not in leaving and _is_administrators(job, name)]
+        drained = (name for name, node in job.nodes.items() if node.alive and _is_administrators(job, name))
+        leaving += [name for name in drained if name not in ending]
     for name in sorted(job.vacating.difference(leaving)):
         _use_again(job, name)
     if not job.may_interrupt:

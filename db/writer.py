@@ -204,8 +204,7 @@ class Ledger:
 
     @property
     def dropped(self) -> int:
-        """Number of journal records that are queued and not written yet; a lower bound while the journal is being read
-        again."""
+        """Number of telemetry rows, which are rank reports and scores, that were not written and never will be."""
         with self._lock:
             return self._telemetry.dropped
 

@@ -46,6 +46,11 @@ class Heard(Listener):
         super().__call__(text)
         (self.over if "written again" in text else self.failed).set()
 
+    def wait_for_failure(self, ledger: Ledger) -> None:
+        """The writer is asked to write at once: after a slow batch it may gather the next one for 45 s."""
+        assert not ledger.flush(0.1)
+        assert self.failed.wait(30)
+
 
 def whole(url: str, path: Path, iterations: int = ITERATIONS) -> dict[str, Any]:
     """The ledger of a writer that nobody disturbed."""
@@ -194,8 +199,7 @@ def test_postgresql_restarted_in_mid_run(server: Server, tmp_path: Path) -> None
     for record in records[200:300]:
         ledger.submit(record)
     ledger.telemetry([(1, 1, rank, 0.5, 0.4) for rank in range(12)])
-    assert heard.failed.wait(30)
-    assert not ledger.flush(0.1)
+    heard.wait_for_failure(ledger)
     server.start()
     for record in records[300:]:
         ledger.submit(record)
@@ -323,9 +327,8 @@ def fill_up_and_make_room(url: str, disk: Path, folder: Path) -> dict[str, Any]:
             other.write(bytes(1 << 12))
     for record in records[100:]:
         ledger.submit(record)
-    assert heard.failed.wait(30)
+    heard.wait_for_failure(ledger)
     assert any(words in heard.heard[0] for words in ("full", "I/O", "No space left")), heard.heard
-    assert not ledger.flush(0.1)
     (disk / "other").unlink()
     assert ledger.close(30)
     assert heard.over.is_set()
@@ -359,7 +362,7 @@ def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
     try:
         for record in records[100:]:
             ledger.submit(record)
-        assert heard.failed.wait(30)
+        heard.wait_for_failure(ledger)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert ledger.close(30)
@@ -402,5 +405,5 @@ def test_a_server_that_waits_for_a_lock_says_so(
     records = write_journal(tmp_path / "journal", long_story(30))
     with Ledger.open(postgres_url, tmp_path, say=heard) as ledger, held(postgres_url):
         ledger.submit(records[0])
-        assert heard.failed.wait(30)
+        heard.wait_for_failure(ledger)
     assert "canceling statement due to lock timeout; retrying, the job continues" in heard.heard[0]

@@ -403,6 +403,7 @@ def test_locked_database_loses_nothing(
         for record in records[:30]:
             ledger.submit(record)
         ledger.telemetry([{"iteration": 1, "epoch": 1, "rank": 0, "seconds": 0.5, "compute_seconds": 0.4}])
+        assert not ledger.flush(0.1)
         assert failed.wait(20)
         assert "lock" in heard[0]
         assert heard[0].endswith("; retrying, the job continues")

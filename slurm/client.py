@@ -20,9 +20,9 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
 
     `state` is the base state in lower case (`idle`, `allocated`, `mixed`, `down`, `unknown`, ...). `flags` are the
     words that Slurm appends to the state with plus signs, in lower case (`drain`, `not_responding`, `completing`, ...).
-    `reason_by` is the user who set `reason`. Numbers are 0 where they cannot be parsed. `unreadable`: description of
-    the part of the row that cannot be parsed, if this includes the state; then only the node's name is known, and
-    nothing is done to the node.
+    `reason_by` is the user who set `reason`. Numbers are 0 where they cannot be parsed. `features`: the active ones,
+    only in the answer of `partition_nodes`. `unreadable`: description of the part of the row that cannot be parsed, if
+    this includes the state; then only the node's name is known, and nothing is done to the node.
     """
 
     name: str
@@ -34,6 +34,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     cpus: int = 0
     memory_mb: int = 0
     gpus: int = 0
+    features: frozenset[str] = frozenset()
     unreadable: str = ""
 
     @property
@@ -129,6 +130,14 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
     disk_mb: int = 0
 
 
+class NodeChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """The nodes that a job requests by name, and those that it excludes. `contiguous`: its nodes must be neighbours."""
+
+    requested: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
+    contiguous: bool = False
+
+
 class Slurm(Protocol):
     """Queries and orders that resihp sends to Slurm."""
 
@@ -139,6 +148,10 @@ class Slurm(Protocol):
 
     def nodes(self, names: Sequence[str]) -> Mapping[str, NodeView]:
         """Return the views of these nodes, by name. Unknown nodes are omitted."""
+
+    def partition_nodes(self, partition: str) -> Mapping[str, NodeView]:
+        """Return the views of all nodes of a partition, or of several, separated by commas, by name. The views lack
+        reasons and addresses."""
 
     def drained(self) -> Mapping[str, NodeView]:
         """Return all nodes of the cluster that are drained or draining."""
@@ -152,6 +165,9 @@ class Slurm(Protocol):
     def request(self, job_id: str) -> JobRequest:
         """Return the resources that a running job requested at its submission. Raises SlurmRefusedError for an unknown
         job."""
+
+    def node_choice(self, job_id: str) -> NodeChoice:
+        """Return the nodes that a job requests or excludes by name. Raises SlurmRefusedError for an unknown job."""
 
     def gpus(self, job_id: str) -> Mapping[str, int]:
         """Return the number of GPUs that a running job has on each of its nodes. Nodes without GPUs are omitted."""
@@ -180,6 +196,10 @@ class Slurm(Protocol):
 
     def requeue(self, job_id: str) -> None:
         """Requeue a job of this user. A pending job stays pending."""
+
+    def exclude_nodes(self, job_id: str, nodes: Sequence[str]) -> None:
+        """Set the nodes that a pending job of this user will not get, in place of those that it excluded before. Slurm
+        refuses this for a job that is not pending."""
 
     def cancel(self, job_id: str) -> None: ...
 

@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -31,7 +31,13 @@ _CONNECTION = ("SLURM_CONF", "SLURM_JWT", "SLURM_SACK_SOCKET")
 """Variables that locate the controller and authenticate this user."""
 _OUR_FOLDER = str(Path(os.path.abspath(__file__)).parents[1])
 """Folder from which resihp is imported."""
+CLUSTER_CHOICES = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")
+"""Variables that make sbatch submit to another cluster."""
 _ACCOUNTING_CHOICES = ("SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION")
+_NOT_FOR_SUBMITTING = ("SBATCH_CLUSTERS", "SBATCH_WAIT")
+"""Options that the commands of resihp cannot honour: they talk to one cluster, and do not wait for a job's end."""
+_OUTPUT_PREFIXES = ("SBATCH_CPU_BIND", "SBATCH_MEM_BIND")
+"""Variables of a batch script that describe it; they are no options of sbatch."""
 
 
 class CompletedCall(msgspec.Struct, frozen=True):
@@ -62,9 +68,27 @@ def query_environment(base: Mapping[str, str]) -> dict[str, str]:
 def submit_environment(base: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for sbatch, which the new job inherits, without variables that describe the current job.
 
-    The user's choice of account, partition, QOS and reservation is kept, as with any other call of sbatch.
+    The user's options for sbatch (`sbatch_choices`) are kept, as with any other call of sbatch.
     """
-    allowed = (*_CONNECTION, *_ACCOUNTING_CHOICES)
+    return _without_slurm(base, (*_CONNECTION, *sbatch_choices(base)))
+
+
+def replacement_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """As `submit_environment`, but of the user's options for sbatch only account, partition, QOS and reservation are
+    kept: the others describe all nodes of the main job."""
+    return _without_slurm(base, (*_CONNECTION, *_ACCOUNTING_CHOICES))
+
+
+def sbatch_choices(base: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which the user gives options to every call of sbatch."""
+    return {
+        key: value
+        for key, value in base.items()
+        if key.startswith("SBATCH_") and key not in _NOT_FOR_SUBMITTING and not key.startswith(_OUTPUT_PREFIXES)
+    }
+
+
+def _without_slurm(base: Mapping[str, str], allowed: Collection[str]) -> dict[str, str]:
     return {key: value for key, value in base.items() if not key.startswith(_SLURM_PREFIXES) or key in allowed}
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from slurm import parse, releases
-from slurm.client import JobRequest, JobView, NodeView, sanitised
+from slurm.client import JobRequest, JobView, NodeChoice, NodeView, sanitised
 from slurm.command_call import CompletedCall, call, query_environment, submit_environment
 from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
 
@@ -101,6 +101,12 @@ class CommandLine:
             views |= {name: view for name, view in views_by_name.items() if name in some}
         return views
 
+    def partition_nodes(self, partition: str) -> Mapping[str, NodeView]:
+        if not parse.PARTITIONS.fullmatch(partition):
+            raise SlurmRefusedError(f"partition {partition[:80]!a}: no partition has such a name; try: sinfo")
+        options = ["-h", "-N", "--all", "--noconvert", "-p", partition, "-O", parse.PARTITION_NODE_FORMAT]
+        return parse.partition_nodes(self._ask(f"partition {partition}", "sinfo", *options))
+
     def drained(self) -> Mapping[str, NodeView]:
         options = ["-h", "-N", "--all", "--noconvert", "-t", "drain", "-O", parse.NODE_FORMAT]
         views_by_name = parse.nodes(self._ask("slurm", "sinfo", *options))
@@ -130,6 +136,16 @@ class CommandLine:
         self._check_job(job_id)
         options = ["-h", "--all", "--noconvert", "-t", "all", "-j", job_id, "-O", parse.REQUEST_FORMAT]
         return parse.request(self._ask(f"job {job_id}: its request cannot be read", "squeue", *options), job_id)
+
+    def node_choice(self, job_id: str) -> NodeChoice:
+        self._check_job(job_id)
+        answer = self._ask(f"job {job_id}: its nodes cannot be read", "scontrol", "show", "job", job_id)
+        requested, excluded, contiguous = parse.node_choice(answer)
+        return NodeChoice(
+            requested=self._expand(requested) if requested else (),
+            excluded=self._expand(excluded) if excluded else (),
+            contiguous=contiguous,
+        )
 
     def gpus(self, job_id: str) -> Mapping[str, int]:
         self._check_job(job_id)
@@ -181,6 +197,12 @@ class CommandLine:
         answer = self._call("scontrol", "requeue", job_id)
         if "is pending execution" not in answer.complaint.lower():  # else it is pending already, as wanted
             self._checked(answer, f"job {job_id}: not requeued", "scontrol")
+
+    def exclude_nodes(self, job_id: str, nodes: Sequence[str]) -> None:
+        self._check_job(job_id)
+        names = ",".join(self._checked_node(node) for node in nodes)
+        subject = f"job {job_id}: the nodes that it excludes were not changed"
+        self._ask(subject, "scontrol", "update", f"JobId={job_id}", f"ExcNodeList={names}")
 
     def cancel(self, job_id: str) -> None:
         self._check_job(job_id)

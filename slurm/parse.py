@@ -7,6 +7,7 @@ requested by name (`NODE_FORMAT`, `JOB_FORMAT`); `slurm.fields` splits the answe
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 
 import msgspec
 
@@ -27,6 +28,7 @@ from slurm.fields import (
 )
 
 _NODE_FIELDS = ("NodeList", "StateComplete", "Reason", "User", "NodeAddr", "CPUs", "Memory", "Gres")
+_PARTITION_NODE_FIELDS = ("NodeList", "StateComplete", "CPUs", "Memory", "Gres", "FeaturesAct")
 _JOB_FIELDS = (
     *("JobID", "JobArrayID", "UserName", "State", "NodeList", "BatchHost", "Reason", "RestartCnt", "TimeLeft"),
     *("PreemptTime", "SubmitTime", "Comment", "Name"),
@@ -42,6 +44,8 @@ _REQUEST_FIELDS = (
 
 NODE_FORMAT = format_of(_NODE_FIELDS)
 """Fields for `sinfo --Format`."""
+PARTITION_NODE_FORMAT = format_of(_PARTITION_NODE_FIELDS)
+"""Fields for `sinfo --Format` of all nodes of a partition."""
 JOB_FORMAT = format_of(_JOB_FIELDS)
 """Fields for `squeue --Format`."""
 REQUEST_FORMAT = format_of(_REQUEST_FIELDS)
@@ -53,6 +57,8 @@ PREEMPTION_FORMAT = format_of(_PREEMPTION_FIELDS)
 _NODE_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252}[A-Za-z0-9_])?", re.ASCII)
 JOB_ID = re.compile(r"[0-9]{1,10}(?:[_+][0-9]{1,10})?", re.ASCII)
 """A job's number. `_` precedes the index of an array element, `+` the number of a component of a heterogeneous job."""
+PARTITIONS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,-]{0,1023}", re.ASCII)
+"""Names of partitions, separated by commas."""
 _BLANKS = re.compile(r"\s*,\s*")
 NODE_LIST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._,\[\]-]*[A-Za-z0-9_\]])?", re.ASCII)
 
@@ -73,6 +79,8 @@ _CLUSTER = re.compile(r"^ClusterName\s*=\s*(\S+)\s*$", re.MULTILINE)
 _SETTING = re.compile(r"^([A-Za-z][\w/]*) *= ?(.*?) *$", re.MULTILINE)
 _PARTITION_MODE = re.compile(r" PreemptMode=(\S+) ", re.ASCII)
 _QOS_MODE = re.compile(r"[A-Za-z,]+", re.ASCII)
+_NODE_CHOICE = re.compile(r"^\s*ReqNodeList=(\S+) ExcNodeList=(\S+)\s*$", re.ASCII | re.MULTILINE)
+_CONTIGUOUS = re.compile(r"^\s*OverSubscribe=\S+ Contiguous=1\b", re.ASCII | re.MULTILINE)
 _EXPEDITED = re.compile(r"\bExpeditedRequeue=Yes\b", re.ASCII)
 _SUBMITTED = re.compile(r"([0-9]{1,10})(?:;[A-Za-z0-9._-]+)?", re.ASCII)
 
@@ -110,20 +118,48 @@ def nodes(output: bytes) -> dict[str, NodeView]:
     return unknown | views
 
 
+def partition_nodes(output: bytes) -> dict[str, NodeView]:
+    """Return views by node name from `sinfo -h -N -O PARTITION_NODE_FORMAT`. Rows that cannot be parsed are omitted."""
+    views: dict[str, NodeView] = {}
+    for fields in read_rows(output, "sinfo"):
+        if len(fields) != len(_PARTITION_NODE_FIELDS):
+            raise wrong_width("sinfo", fields, len(_PARTITION_NODE_FIELDS))
+        name, state, cpus, memory, gres, features = fields
+        with suppress(SlurmOutputError):
+            base, flags = _state(name, state)
+            views[name] = NodeView(
+                name=name,
+                state=base,
+                flags=flags,
+                cpus=int(cpus) if COUNT_PATTERN.fullmatch(cpus) else 0,
+                memory_mb=int(memory) if COUNT_PATTERN.fullmatch(memory) else 0,
+                gpus=_readable_gpus(gres),
+                features=frozenset() if features in MISSING_VALUES else frozenset(features.split(",")),
+            )
+    return views
+
+
+def _state(name: str, text: str) -> tuple[str, frozenset[str]]:
+    """Parse the state of a node. Return (base state, flags). Raises SlurmOutputError if its name or state is
+    invalid."""
+    if not is_node(name):
+        raise unreadable("sinfo", "a node's name", name)
+    base, *flags = text.lower().split("+")
+    if not all(_STATE.fullmatch(word) for word in (base, *flags)):
+        raise unreadable("sinfo", f"the state of node {name}", text)
+    return base, frozenset(flags)
+
+
 def _node(fields: list[str]) -> NodeView:
     """Parse one row of `sinfo`. Raises SlurmOutputError if its number of fields, name or state is invalid."""
     if len(fields) != len(_NODE_FIELDS):
         raise wrong_width("sinfo", fields, len(_NODE_FIELDS))
     name, state, reason, by, address, cpus, memory, gres = fields
-    if not is_node(name):
-        raise unreadable("sinfo", "a node's name", name)
-    base, *flags = state.lower().split("+")
-    if not all(_STATE.fullmatch(word) for word in (base, *flags)):
-        raise unreadable("sinfo", f"the state of node {name}", state)
+    base, flags = _state(name, state)
     return NodeView(
         name=name,
         state=base,
-        flags=frozenset(flags),
+        flags=flags,
         reason="" if reason == "none" else reason,
         reason_by="" if reason == "none" else by,
         address=address,
@@ -269,6 +305,17 @@ def job_gpus(output: bytes) -> list[tuple[str, int]]:
         if count := gpus(match[2], "scontrol"):
             gpus_by_nodes.append((match[1], count))
     return gpus_by_nodes
+
+
+def node_choice(output: bytes) -> tuple[str, str, bool]:
+    """Parse `scontrol show job`. Return the lists of the nodes that the job requests and excludes, which may be empty,
+    and whether its nodes must be contiguous."""
+    text = decoded(output, "scontrol")
+    match = _NODE_CHOICE.search(text)
+    if match is None:
+        raise unreadable("scontrol", "the nodes that a job requests and excludes", text)
+    requested, excluded = ("" if nodelist in MISSING_VALUES else nodelist for nodelist in match.groups())
+    return requested, excluded, _CONTIGUOUS.search(text) is not None
 
 
 def hostnames(output: bytes, nodelist: str) -> tuple[str, ...]:

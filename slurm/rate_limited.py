@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, ParamSpec, TypeVar
 
-from slurm.client import JobRequest, JobView, NodeView, Slurm
+from slurm.client import JobRequest, JobView, NodeChoice, NodeView, Slurm
 from slurm.errors import SlurmError
 
 NODES_FRESH_S = 60.0
@@ -149,6 +149,9 @@ class Polite:
         usual = self._nodes_fresh_s
         return self._nodes.get(names, usual if fresh_s is None else fresh_s, usual * FORGET_AFTER_PERIODS)
 
+    def partition_nodes(self, partition: str) -> Mapping[str, NodeView]:
+        return self._count("partition_nodes", self._slurm.partition_nodes)(partition)
+
     def drained(self) -> Mapping[str, NodeView]:
         """Return the drained nodes. Never cached, because a decision to drain, which is rare, depends on them."""
         return self._count("drained", self._slurm.drained)()
@@ -169,6 +172,9 @@ class Polite:
             if job_id not in self._requests:
                 self._requests[job_id] = self._guarded("request", lambda: self._slurm.request(job_id))
             return self._requests[job_id]
+
+    def node_choice(self, job_id: str) -> NodeChoice:
+        return self._count("node_choice", self._slurm.node_choice)(job_id)
 
     def gpus(self, job_id: str) -> Mapping[str, int]:
         return self._count("gpus", self._slurm.gpus)(job_id)
@@ -197,6 +203,10 @@ class Polite:
     def requeue(self, job_id: str) -> None:
         with self._changing(self._jobs, job_id):
             self._count("requeue", self._slurm.requeue)(job_id)
+
+    def exclude_nodes(self, job_id: str, nodes: Sequence[str]) -> None:
+        with self._changing(self._jobs, job_id):
+            self._count("exclude_nodes", self._slurm.exclude_nodes)(job_id, nodes)
 
     def cancel(self, job_id: str) -> None:
         with self._changing(self._jobs, job_id):

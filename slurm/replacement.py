@@ -28,7 +28,7 @@ import msgspec
 
 from slurm import commands
 from slurm.client import Gres, JobRequest
-from slurm.command_call import call, own_environment, submit_environment
+from slurm.command_call import call, own_environment, replacement_environment
 from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
 
 TIMEOUT_S = 30.0
@@ -88,7 +88,7 @@ def submit(wanted: ReplacementJob, *, environment: Mapping[str, str], timeout_s:
         (folder / _WANTED).write_bytes(msgspec.json.encode(wanted))
     except OSError as error:
         raise SlurmUnavailableError(f"{folder}: cannot be written: {error.strerror}") from None
-    submitted_with = own_environment(submit_environment(environment))
+    submitted_with = own_environment(replacement_environment(environment))
     clean = {name: value for name, value in submitted_with.items() if name not in _DEVICES}
     argv = [sys.executable, "-P", "-m", "slurm.replacement", str(folder)]
     answer = call(argv, environment=clean, timeout_s=timeout_s, folder=folder)

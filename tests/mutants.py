@@ -72,7 +72,7 @@ EQUIVALENT: dict[str, str] = {
     ),
     "resihp/controller/transition.py::parked: if job.pause is not None and parked.epoch == job.pause.epoch: "
     "return -> pass": "the answer is noted twice, and whoever has parked already is waited for no more",
-    "resihp/controller/nodes/drains.py::_leave_unusable_nodes: if job.stage not in ('running', 'pausing'): "
+    "resihp/controller/nodes/upkeep.py::_leave_unusable_nodes: if job.stage not in ('running', 'pausing'): "
     "return -> pass": (
         "the stage is looked at once more before a node is left, for the one before it may have ended the job"
     ),

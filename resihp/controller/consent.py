@@ -10,7 +10,7 @@ well, the job ends.
 from __future__ import annotations
 
 from resihp.controller import transition
-from resihp.controller.fail_stop import incidents
+from resihp.controller.fail_stop import endings
 from resihp.controller.nodes import joins
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member
@@ -37,15 +37,15 @@ def objected(job: Job, member: Member, objection: m.Object) -> None:
     text = f"{job.where(member.rank)}: refuses the plan of epoch {job.epoch}: {objection.reason}"
     if ongoing.plan is job.record.first_plan:
         if len(ongoing.plan.computing) < job.settings.ranks_asked:
-            incidents.too_few(job, f"{text}; the job started with fewer devices than requested")
+            endings.too_few(job, f"{text}; the job started with fewer devices than requested")
         else:
-            incidents.end(job, 2, text)
+            endings.end(job, 2, text)
         return
     transition.refused(job, member.rank, objection.reason)
     if member.joins and (job.record.plan is None or member.rank not in job.record.plan.layout.ranks):
         joins.turn_away(job, member, objection.reason)
         transition.park(job, "a newcomer cannot take part", cautious=ongoing.cautious)
     elif ongoing.cautious:
-        incidents.end(job, 1, text)
+        endings.end(job, 1, text)
     else:
         transition.park(job, f"rank {member.rank} refuses the plan", cautious=True)

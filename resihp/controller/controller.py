@@ -13,9 +13,9 @@ failure before that moment parks all ranks again, in the next epoch, and the pla
 the next · `planning` the choice of a plan and of the state it starts from · `consent` the ranks' answers to a plan ·
 `iterations` commits · `failures` losses · `joins` processes that join · `watchdog` silence and timeouts · `expectation`
 healthy iteration times · `slowness` slow devices and links · `probing` probes · `standings` operators' questions to the
-detector · `fault_injection` injected faults · `shutdown` requests to stop · `drains` removal of bad nodes ·
+detector · `fault_injection` injected faults · `shutdown` requests to stop · `upkeep` the nodes ·
 `replacements` new nodes · `ahead` plans made in advance · `takeover` the start of a new supervisor · `incidents` root
-causes and the end of the job.
+causes · `endings` the end of the job.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from resihp.controller import (
 from resihp.controller import interface as api
 from resihp.controller.ahead import asking
 from resihp.controller.fail_slow import expectation, slowness, standings
-from resihp.controller.fail_stop import early_losses, failures, watchdog
+from resihp.controller.fail_stop import early_losses, endings, failures, watchdog
 from resihp.controller.fail_stop.onsets import Commit
 from resihp.controller.interface import AnyAction, AnyEvent, Dependencies
-from resihp.controller.nodes import drains, replacements
+from resihp.controller.nodes import drains, replacements, upkeep
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member
 from resihp.controller.state.transitions import Transition
@@ -47,6 +47,14 @@ from resihp.controller.tuning import retuning
 from resihp.protocol import messages as m
 from resihp.record.journal import AnyEntry
 from resihp.settings import Settings
+
+_HEARD_WHILE_CLOSING = (
+    *(api.AgentLost, api.AgentBeat, api.Tick),
+    *(api.InjectAsked, api.StandingAsked, api.StopAsked, api.CheckpointAsked),
+    *(api.Signalled, api.AgentSignalled, api.TimeLeft, api.StopMeaning, api.QuorumLost),
+    *(api.DrainStep, api.ReleaseAnswered, api.ReplacementNews, api.SlurmSees),
+)
+"""Events that still matter in stage `closing`: losses of nodes, requests, and answers of Slurm."""
 
 
 class Controller:
@@ -93,10 +101,12 @@ class Controller:
         if job.stage == "recovering":
             waiting = takeover.handle(job, event)
         for pending in waiting:
-            if not job.has_ended:
+            if not job.has_ended and (job.stage != "closing" or isinstance(pending, _HEARD_WHILE_CLOSING)):
                 _handle(job, pending)
         shutdown.proceed(job)
-        if job.stage not in ("recovering", "ended"):
+        if job.stage == "closing":
+            endings.review(job)
+        elif job.stage not in ("recovering", "ended"):
             _review(job)
         return job.actions
 
@@ -138,7 +148,7 @@ def _review(job: Job) -> None:
     replan = replan_policy.review(job) or retuning.review(job)  # failures and newcomers come before tuning
     if replan is not None:
         transition.pause(job, replan.reason, replan.failures, tuned=replan.plan)
-    drains.review(job)  # with the plan decided: it shows which nodes have work left
+    upkeep.review(job)  # with the plan decided: it shows which nodes have work left
     asking.review(job)  # last: plans ahead are for a job in which nothing else is due
 
 
@@ -201,11 +211,11 @@ def _answered_by_slurm(
         case api.DrainStep():
             drains.drain_step(job, event)
         case api.ReleaseAnswered():
-            drains.release_answered(job, event)
+            upkeep.release_answered(job, event)
         case api.ReplacementNews():
             replacements.news(job, event)
         case api.SlurmSees():
-            drains.slurm_sees(job, event)
+            upkeep.slurm_sees(job, event)
         case _:
             assert_never(event)
 

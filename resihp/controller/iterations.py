@@ -7,7 +7,7 @@ import signal as signals
 
 from resihp.controller import interface as api
 from resihp.controller.fail_slow import expectation
-from resihp.controller.fail_stop import incidents
+from resihp.controller.fail_stop import endings
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member
 from resihp.controller.tuning import retuning
@@ -160,13 +160,13 @@ def conclude(job: Job) -> None:
     unfired = [armed for armed in job.faults.values() if armed.fault.id not in job.record.fired]
     if unfired:
         unfired_faults = "; ".join(f"fault {armed.fault} did not fire: {armed.excuse}" for armed in unfired)
-        incidents.end(job, 1, unfired_faults)
+        endings.end(job, 1, unfired_faults)
     elif job.stage == "halting":
         if job.declaration.resume_from != job.record.committed != job.checkpointed:
             job.say("notice", _unsaved(job))
-        incidents.end(job, 0, f"done: {count_of(job.record.committed, 'iteration')}", workers_leave=not job.live)
+        endings.end(job, 0, f"done: {count_of(job.record.committed, 'iteration')}", workers_leave=not job.live)
     else:
-        incidents.end(job, 0, "done", workers_leave=True)
+        endings.end(job, 0, "done", workers_leave=True)
 
 
 def _unsaved(job: Job) -> str:

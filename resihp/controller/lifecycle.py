@@ -6,9 +6,10 @@
                  parking <--------+-------------+---------- pausing
 
 A job is in one stage at a time. `recovering` is the first stage of a new supervisor, until it knows the stage to
-continue from. A failure during training or a change of plan leads to `parking`; the job may end in any stage. A change
-that is not in the table raises InvalidMoveError with the latest events: it is a bug in resihp, and the job does not
-continue. Used by every module of the controller; imports none of them.
+continue from. A failure during training or a change of plan leads to `parking`; the job may end in any stage. A job
+under Slurm that has too few nodes left is `closing` for two seconds before it ends, to decide what to do about the lost
+nodes. A change that is not in the table raises InvalidMoveError with the latest events: it is a bug in resihp, and the
+job does not continue. Used by every module of the controller; imports none of them.
 """
 
 from __future__ import annotations
@@ -31,19 +32,21 @@ Stage = Literal[
     "running",
     "pausing",
     "halting",
+    "closing",
     "ended",
 ]
 
 ALLOWED_MOVES: dict[Stage, frozenset[Stage]] = {
-    "recovering": frozenset(("gathering", "parking", "running", "halting", "ended")),
-    "gathering": frozenset(("proposing", "ended")),
-    "parking": frozenset(("parking", "proposing", "ended")),
-    "proposing": frozenset(("parking", "building", "ended")),
+    "recovering": frozenset(("gathering", "parking", "running", "halting", "closing", "ended")),
+    "gathering": frozenset(("proposing", "closing", "ended")),
+    "parking": frozenset(("parking", "proposing", "closing", "ended")),
+    "proposing": frozenset(("parking", "building", "closing", "ended")),
     "building": frozenset(("parking", "first-iteration", "ended")),
     "first-iteration": frozenset(("running", "parking", "halting", "ended")),
     "running": frozenset(("pausing", "parking", "halting", "ended")),
     "pausing": frozenset(("running", "parking", "halting", "ended")),
     "halting": frozenset(("ended",)),
+    "closing": frozenset(("ended",)),
     "ended": frozenset(),
 }
 CHANGING_STAGES: tuple[Stage, ...] = ("parking", "proposing", "building")

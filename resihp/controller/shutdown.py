@@ -15,7 +15,7 @@ nodes, or of the only one
 USR1 or USR2, also to       a warning: time runs out    checkpoint, exit 75 (requeue) or 143, as configured
 agents of several nodes
 a signal to one agent       a matter of that node       a notice; the node's end is not a failure of the node
-TERM, USR1 or USR2 to the   the end of that Slurm job   the node leaves the job in order (`nodes.drains`)
+TERM, USR1 or USR2 to the   the end of that Slurm job   the node leaves the job in order (`nodes.upkeep`)
 agent of a replacement
 INT, TERM without Slurm,    an operator's request       checkpoint, exit 130 for INT, else 143; a second request
 `resihp stop`                                           ends the job at once
@@ -34,7 +34,7 @@ from typing import assert_never
 
 from resihp.controller import interface as api
 from resihp.controller import iterations, transition
-from resihp.controller.fail_stop import incidents
+from resihp.controller.fail_stop import endings
 from resihp.controller.nodes import replacements
 from resihp.controller.planning import situations
 from resihp.controller.state.job import Job
@@ -97,7 +97,7 @@ def stop_asked(job: Job, event: api.StopAsked) -> None:
     stop_request = job.stop_request
     if event.at_once:
         job.do(api.Reply(request=event.request, ok=True, text="the job ends at once"))
-        incidents.end(job, 128 + signals.SIGTERM, f"stopped by an operator, at once; {_unsaved(job)}")
+        endings.end(job, 128 + signals.SIGTERM, f"stopped by an operator, at once; {_unsaved(job)}")
     elif stop_request is not None and stop_request.meaning != "warning":
         job.do(api.Reply(request=event.request, ok=True, text="the job is already stopping"))
     else:
@@ -110,7 +110,7 @@ def _operator(job: Job, signal: int, cause: str) -> None:
     if job.stop_request is None or job.stop_request.meaning != "operator":
         _begin(job, signal, "operator", cause)
     else:
-        incidents.end(job, 128 + signal, f"{cause} again: ended at once; {_unsaved(job)}")
+        endings.end(job, 128 + signal, f"{cause} again: ended at once; {_unsaved(job)}")
 
 
 def _agent_signalled(job: Job, event: api.AgentSignalled) -> None:
@@ -161,7 +161,7 @@ def _meaning_told(job: Job, event: api.StopMeaning) -> None:
 def _quorum_lost(job: Job, event: api.QuorumLost) -> None:
     """End this supervisor at once, because its decisions may not count. Workers are ended, and Slurm gets no
     requests."""
-    incidents.end(job, 75, f"lost the quorum: {event.reason}")
+    endings.end(job, 75, f"lost the quorum: {event.reason}")
 
 
 def resume(job: Job) -> None:
@@ -216,6 +216,8 @@ def _follows(job: Job) -> str:
         return "training is done"
     if job.stage == "gathering":
         return "training has not begun"
+    if job.closing is not None:
+        return job.closing.reason
     return "stopping after the iteration under way, with a checkpoint"
 
 
@@ -237,6 +239,8 @@ def proceed(job: Job) -> None:
     if job.stage == "halting":
         if stop_request.interrupted or (left_s <= 0 and stop_request.meaning != "warning"):
             _leave(job, stop_request.interrupted or "workers had not left")
+    elif job.closing is not None:
+        _leave(job, job.closing.reason)
     elif job.record.plan is None:
         _leave(job, "training had not begun")
     elif left_s <= 0:
@@ -373,7 +377,7 @@ def _leave(job: Job, outcome: str) -> None:
     )
     reason = f"{cause}: stopped after iteration {job.record.committed}; {outcome}"
     number = signals.SIGINT if stop_request.signal == signals.SIGINT else signals.SIGTERM
-    incidents.end(job, 75 if requeue else 128 + number, reason, requeue=requeue)
+    endings.end(job, 75 if requeue else 128 + number, reason, requeue=requeue)
 
 
 def _sorted(nodes: Iterable[str]) -> tuple[str, ...]:

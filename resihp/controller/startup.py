@@ -15,7 +15,7 @@ import msgspec
 
 from resihp.controller import interface as api
 from resihp.controller import iterations, transition
-from resihp.controller.fail_stop import incidents
+from resihp.controller.fail_stop import endings
 from resihp.controller.nodes import joins
 from resihp.controller.planning import first_plan
 from resihp.controller.probing import probe_orders
@@ -166,9 +166,7 @@ def propose(job: Job) -> None:
     assert first is not None
     odd = sorted(rank for rank, declare in declares.items() if declare is None or not declare.trains_as(first))
     if odd:
-        incidents.end(
-            job, 2, f"{job.where(odd[0])}: declares another model, batch or version than rank {min(declares)}"
-        )
+        endings.end(job, 2, f"{job.where(odd[0])}: declares another model, batch or version than rank {min(declares)}")
         return
     sizes = [declare.memory_bytes for declare in declares.values() if declare is not None]
     smallest = min((size for size in sizes if size is not None), default=None)
@@ -200,10 +198,10 @@ def _propose(job: Job) -> None:
     try:
         choice = first_plan.choose(job)
     except NotEnoughDevicesError as error:
-        incidents.too_few(job, str(error))
+        endings.too_few(job, str(error))
         return
     except LayoutError as error:
-        incidents.end(job, 2, str(error))
+        endings.end(job, 2, str(error))
         return
     job.errors.clear()
     job.stand_at(job.members, job.declaration.resume_from)

@@ -19,10 +19,10 @@ from collections.abc import Iterable, Mapping
 from resihp.controller import interface as api
 from resihp.controller import iterations, replan_policy, shutdown, startup, transition
 from resihp.controller.fail_slow import slowness
-from resihp.controller.fail_stop import failures, incidents
+from resihp.controller.fail_stop import endings, failures, incidents
 from resihp.controller.fail_stop.onsets import Commit, Onsets
 from resihp.controller.interface import AnyEvent, Dependencies
-from resihp.controller.nodes import drains, joins
+from resihp.controller.nodes import joins, upkeep
 from resihp.controller.state.beginnings import Recovery
 from resihp.controller.state.job import Job
 from resihp.controller.state.transitions import Transition
@@ -105,7 +105,7 @@ def _complete(job: Job, recovery: Recovery) -> bool:
         recovery.first_at = recovery.first_at or job.now
         return job.now - recovery.first_at > AGENT_RETURN_S
     if waited_s > FIRST_AGENT_S:
-        incidents.too_few(job, f"no agent reconnected to the new supervisor within {FIRST_AGENT_S:.0f} s")
+        endings.too_few(job, f"no agent reconnected to the new supervisor within {FIRST_AGENT_S:.0f} s")
     return False
 
 
@@ -113,7 +113,7 @@ def _conclude(job: Job, recovery: Recovery) -> None:
     """Reconcile the journal with the agents' inventories, and continue the job."""
     job.recovery = None
     job.progress_at = job.now
-    drains.take_over(job)
+    upkeep.take_over(job)
     inventories = recovery.inventories
     job.epoch = max([job.epoch, *(inventory.epoch for inventory in inventories.values())])
     events = _meet_all(job, inventories)
@@ -147,7 +147,7 @@ def _conclude(job: Job, recovery: Recovery) -> None:
     joins.start_latecomers(job)
     replan_policy.resume(job)
     slowness.resume(job)
-    drains.resume(job)
+    upkeep.resume(job)
 
 
 def _meet_all(job: Job, inventories: Mapping[str, m.Inventory]) -> list[api.WorkerSaid]:

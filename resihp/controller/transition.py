@@ -14,7 +14,7 @@ from contextlib import suppress
 from resihp.controller import interface as api
 from resihp.controller import iterations
 from resihp.controller.ahead import last_copies
-from resihp.controller.fail_stop import incidents
+from resihp.controller.fail_stop import endings, incidents
 from resihp.controller.planning import next_plan, situations
 from resihp.controller.planning.choices import Choice
 from resihp.controller.state.job import Job
@@ -196,14 +196,14 @@ def decide_when_parked(job: Job) -> None:
     iterations.commit_up_to(job, max(job.reports, default=job.record.committed))
     if job.incidents:
         transition.reason = "; ".join(incident.cause for incident in job.incidents)
-    if incidents.same_error_everywhere(job):
+    if endings.same_error_everywhere(job):
         return
     cause = incidents.cause_from_outside(job)
     transition.failures += incidents.log_incidents(job)
     transition.base = situations.base(job)
     lost_state = situations.state_lost(job, transition.base)
     if lost_state is not None:
-        incidents.too_few(job, f"{cause}; {lost_state}" if cause else lost_state)
+        endings.too_few(job, f"{cause}; {lost_state}" if cause else lost_state)
         return
     transition.action = _action(job, transition)
     transition.finish = job.record.last_outcome
@@ -244,10 +244,10 @@ def _decide(job: Job, transition: Transition) -> Choice | None:
     try:
         return next_plan.cautious(job, job.epoch, available, transition.base)
     except NotEnoughDevicesError as error:
-        incidents.too_few(job, str(error))
+        endings.too_few(job, str(error))
     except LayoutError as error:
         refused(job, None, str(error))
-        incidents.end(job, 1, f"no plan can be carried out: {error}")
+        endings.end(job, 1, f"no plan can be carried out: {error}")
     return None
 
 

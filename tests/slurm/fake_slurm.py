@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 
 from slurm import releases
-from slurm.client import Gres, JobRequest, JobView, NodeView, sanitised
+from slurm.client import Gres, JobRequest, JobView, NodeChoice, NodeView, sanitised
 from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
-from slurm.parse import JOB_ID, NODE_LIST, is_node, node_list
+from slurm.parse import JOB_ID, NODE_LIST, PARTITIONS, is_node, node_list
 
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?", re.ASCII)
 _PART = re.compile(r"([^\[\],]+)(?:\[([0-9,-]+)\])?", re.ASCII)
@@ -49,6 +49,8 @@ class FakeSlurm:
         self.job_views: dict[str, JobView] = {}
         self.job_requests: dict[str, JobRequest] = {}
         """What jobs asked for, by the options that they were submitted with; a test may say something else."""
+        self.node_choices: dict[str, NodeChoice] = {}
+        """Nodes that jobs request or exclude by name; `submit` takes them from its options."""
         self.scripts: dict[str, str] = {}
         """Batch scripts by job."""
         self.job_gpus: dict[str, dict[str, int]] = {}
@@ -123,6 +125,18 @@ class FakeSlurm:
             self._answer()
             return {name: self.node_views[name] for name in names if name in self.node_views}
 
+    def partition_nodes(self, partition: str) -> Mapping[str, NodeView]:
+        with self._lock:
+            self._called("partition_nodes")
+            if not PARTITIONS.fullmatch(partition):
+                raise SlurmRefusedError(f"partition {partition!a}: no partition has such a name")
+            self._answer()
+            return {
+                name: msgspec.structs.replace(view, address="", reason="", reason_by="")
+                for name, view in self.node_views.items()
+                if "main" in partition.split(",")
+            }
+
     def drained(self) -> Mapping[str, NodeView]:
         with self._lock:
             self._called("drained")
@@ -146,6 +160,15 @@ class FakeSlurm:
                 raise SlurmRefusedError(f"job {job_id}: its request cannot be read: Invalid job id specified")
             self._answer()
             return self.job_requests.get(job_id, JobRequest(partition="main"))
+
+    def node_choice(self, job_id: str) -> NodeChoice:
+        with self._lock:
+            self._called("node_choice")
+            self._valid_job(job_id)
+            if job_id not in self.job_views:
+                raise SlurmRefusedError(f"job {job_id}: its nodes cannot be read: Invalid job id specified")
+            self._answer()
+            return self.node_choices.get(job_id, NodeChoice())
 
     def gpus(self, job_id: str) -> Mapping[str, int]:
         with self._lock:
@@ -207,6 +230,12 @@ class FakeSlurm:
             name = names[-1] if names else script.name
             job_id = self.add_job(script=text, name=name, why="Priority", submitted_at=float(int(time.time())))
             self.job_requests[job_id] = asked(options)
+            given = dict(option.removeprefix("--").split("=", 1) for option in options if "=" in option)
+            self.node_choices[job_id] = NodeChoice(
+                requested=expand(given["nodelist"]) if "nodelist" in given else (),
+                excluded=expand(given["exclude"]) if "exclude" in given else (),
+                contiguous="--contiguous" in options,
+            )
             self.submissions.append((job_id, script, tuple(options)))
             self._answer()
             return job_id
@@ -220,6 +249,19 @@ class FakeSlurm:
                 return
             self.set_job(job_id, state="pending", nodes=(), batch_host="", why="BeginTime", restarts=view.restarts + 1)
             self._free(view.nodes)
+            self._answer()
+
+    def exclude_nodes(self, job_id: str, nodes: Sequence[str]) -> None:
+        with self._lock:
+            self._called("exclude_nodes")
+            subject = "the nodes that it excludes were not changed"
+            view = self._own(job_id, subject)
+            if not set(nodes) <= set(self.node_views):
+                raise SlurmRefusedError(f"job {job_id}: {subject}: Invalid node name specified")
+            if view.state != "pending":
+                raise SlurmRefusedError(f"job {job_id}: {subject}: Job is no longer pending execution")
+            before = self.node_choices.get(job_id, NodeChoice())
+            self.node_choices[job_id] = msgspec.structs.replace(before, excluded=tuple(sorted(nodes)))
             self._answer()
 
     def cancel(self, job_id: str) -> None:

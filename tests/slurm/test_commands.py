@@ -328,12 +328,18 @@ def test_new_jobs_inherit_the_users_environment_without_our_jobs(
         SLURMD_NODENAME="n1",
         SRUN_DEBUG="3",
         SBATCH_ACCOUNT="physics",
-        SBATCH_ARRAY_INX="1-3",
+        SBATCH_CONSTRAINT="h100",
+        SBATCH_TIMELIMIT="60",
+        SBATCH_CLUSTERS="other",
+        SLURM_CLUSTERS="other",
+        SBATCH_WAIT="1",
+        SBATCH_CPU_BIND_LIST="0x1",
         LC_ALL="de_DE.UTF-8",
     )
     assert asked.submit(Path("-x.sh"), ["--nodes=1", "--exclude", "n3"]) == "8"
     seen = programs.environment("sbatch")
-    assert {key for key in seen if key.startswith("S")} == {"SLURM_CONF", "SBATCH_ACCOUNT"}
+    kept = {"SLURM_CONF", "SBATCH_ACCOUNT", "SBATCH_CONSTRAINT", "SBATCH_TIMELIMIT"}
+    assert {key for key in seen if key.startswith("S")} == kept
     assert seen["LC_ALL"] == "de_DE.UTF-8"
     script = str(programs.folder / "-x.sh")
     assert programs.calls("sbatch") == [["--parsable", "--nodes=1", "--exclude", "n3", "--", script]]

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import pytest
 
-from slurm.client import PREFIX, Gres, JobRequest, JobView, NodeView, Slurm, commented
+from slurm.client import PREFIX, Gres, JobRequest, JobView, NodeChoice, NodeView, Slurm, commented
 from slurm.commands import CommandLine
 from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
 from slurm.rate_limited import Polite
@@ -213,6 +213,17 @@ def test_nodes_are_seen_as_they_are(scene: Scene) -> None:
     assert scene.user.nodes([]) == {}
 
 
+def test_all_nodes_of_a_partition_are_seen(scene: Scene) -> None:
+    scene.operator.drain("n3", "bad")
+    found = scene.user.partition_nodes("main")
+    assert set(found) == set(NODES)
+    assert found["n2"] == NodeView(name="n2", state="idle", cpus=16, memory_mb=16000, gpus=2)
+    assert found["n3"].draining
+    for partition in ("", "-p", "a b", "x;id"):
+        with pytest.raises(SlurmRefusedError):
+            scene.user.partition_nodes(partition)
+
+
 def test_an_operator_drains_and_undrains(scene: Scene) -> None:
     scene.operator.drain("n3", "resihp: rank 5; it's | dead \n é")
     view = node(scene, "n3")
@@ -360,6 +371,32 @@ def test_asking_for_a_job_again_that_waits_already_changes_nothing(scene: Scene)
     eventually(lambda: viewed(scene.user, job).state == "pending")
     scene.user.requeue(job)
     assert viewed(scene.user, job).restarts == 1
+
+
+def test_a_requeued_job_is_kept_from_some_nodes(scene: Scene) -> None:
+    job = scene.submit(2)
+    assert scene.user.node_choice(job) == NodeChoice()
+    refused(scene.user.exclude_nodes, job, ["n1"])
+    scene.user.requeue(job)
+    scene.user.exclude_nodes(job, ["n2", "n3"])  # at once: its processes may still be ending
+    assert scene.user.node_choice(job) == NodeChoice(excluded=("n2", "n3"))
+    scene.user.exclude_nodes(job, ["n1"])
+    assert scene.user.node_choice(job).excluded == ("n1",)
+    for name in ("nowhere", *BAD_NAMES):
+        refused(scene.user.exclude_nodes, job, [name])
+    refused(scene.user.exclude_nodes, "4000", ["n1"])
+    refused(scene.user.node_choice, "4000")
+    others = scene.submit(2, by_operator=True)
+    scene.operator.requeue(others)
+    refused(scene.user.exclude_nodes, others, ["n1"], permission=True)
+
+
+def test_nodes_that_a_job_chooses_by_name_are_told(scene: Scene) -> None:
+    script = scene.folder / "named.sh"
+    script.write_text(SCRIPT)
+    options = ["--nodes=2", "--hold", "--output=/dev/null"]
+    job = scene.user.submit(script, [*options, "--nodelist=n[1-2]", "--exclude=n3,n4", "--contiguous"])
+    assert scene.user.node_choice(job) == NodeChoice(requested=("n1", "n2"), excluded=("n3", "n4"), contiguous=True)
 
 
 def test_jobs_of_others_are_refused(scene: Scene) -> None:

@@ -20,6 +20,7 @@ from resihp.errors import ConfigurationError, UsageError
 from resihp.words import count_of
 from slurm import releases, render
 from slurm.client import Slurm
+from slurm.command_call import CLUSTER_CHOICES, sbatch_choices
 from slurm.errors import SlurmError, SlurmRefusedError, SlurmUnavailableError, SlurmUsageError
 from wrapper import registry
 from wrapper.config import container
@@ -80,6 +81,10 @@ def submit(
             notice("each job of the chain waits for the one before it: sbatch --dependency=afterany:ID job.sbatch")
         return Submitted([], script_of(configuration, job_file.absolute(), chain))
     client = slurm()
+    _check_cluster(os.environ, client)
+    if choices := sbatch_choices(os.environ):
+        names = ", ".join(f"{key}={value}" for key, value in sorted(choices.items()))
+        notice(f"your environment has options for sbatch, which come before those of {job_file.name}: {names}")
     _check_release(configuration, job_file, client)
     folder = _keep(configuration, job_file, chain)
     options = _left_out(client, configuration, notice)
@@ -157,6 +162,17 @@ def _check(configuration: Configuration, chain: int, notice: Callable[[str], Non
         )
     if chain > 1 and not configuration.checkpoint.folder:
         raise ConfigurationError("--chain: jobs of a chain share their checkpoints; set folder in [checkpoint]")
+
+
+def _check_cluster(environment: Mapping[str, str], client: Slurm) -> None:
+    """Raise ConfigurationError if the user's environment makes sbatch submit to another cluster: what resihp knows of
+    jobs and nodes is of this one. Raises SlurmError."""
+    for variable in CLUSTER_CHOICES:
+        if (chosen := environment.get(variable)) and chosen != (here := client.cluster()):
+            raise ConfigurationError(
+                f"{variable}={chosen}: resihp submits to the cluster of this machine, {here}; unset {variable}, or "
+                f"submit the script yourself: resihp submit --dry-run > job.sbatch; sbatch -M {chosen} job.sbatch"
+            )
 
 
 def _check_release(configuration: Configuration, job_file: Path, client: Slurm) -> None:

@@ -4,8 +4,11 @@
 request would then run the job once more after it has completed (`slurm.releases`). `end_for_good` makes sure that a job
 that ends with an error is neither requeued nor held because of it.
 
-Slurm ends the batch script as soon as it has accepted the request, so the answer may never arrive: `requeue`, and the
-command that it starts, ignore SIGTERM in the meantime. Without an answer, the request may have been accepted; a
+While Slurm does not answer, the request is repeated for an hour: nobody else can get the job's nodes meanwhile. Once
+SIGTERM has arrived, little time is left, because Slurm kills the batch script 30 s later by default.
+
+Slurm ends the batch script as soon as it has accepted the request, so the answer may never arrive: SIGTERM ends neither
+`requeue` nor the command that it starts. Without an answer, the request may have been accepted; a
 repeated request does no harm, because a pending job stays pending. The job starts about two minutes later: Slurm sets
 its begin time when the last of its processes has ended, so no process is left to request an earlier time. A job with an
 expedited requeue starts at once. `until_noticed` first waits for Slurm to notice dead nodes, on releases that would
@@ -27,10 +30,12 @@ from slurm.client import Slurm
 from slurm.errors import SlurmError, SlurmRefusedError
 from wrapper.job_folder import Job
 
-REQUEUE_TIMEOUT_S = 20.0
-"""How long to send requests to a controller that does not answer: by default, Slurm kills the batch script 30 s after
-SIGTERM."""
+PATIENCE_S = 3600.0
+"""How long to send requests to a controller that does not answer."""
+HURRIED_S = 20.0
+"""The same, after SIGTERM has arrived: by default, Slurm kills the batch script 30 s after SIGTERM."""
 RETRY_PAUSE_S = 1.0
+MAX_RETRY_PAUSE_S = 5.0
 NOTICE_TIMEOUT_S = 330.0
 """How long Slurm may take to notice a dead node: SlurmdTimeout is usually 300 s."""
 LOOK_EVERY_S = 5.0
@@ -66,10 +71,10 @@ def until_noticed(
             if view is None or view.state != "running" or not set(dead).intersection(view.nodes):
                 return
         except SlurmError as error:
-            _say(f"{error}; asking again")
+            say(f"{error}; asking again")
         if not is_reported:
             names = ", ".join(sorted(dead))
-            _say(f"job {job_id}: will be requeued once Slurm has noticed that {names} is dead, within {patience_s:g} s")
+            say(f"job {job_id}: will be requeued once Slurm has noticed that {names} is dead, within {patience_s:g} s")
             is_reported = True
         sleep(LOOK_EVERY_S)
 
@@ -79,33 +84,41 @@ def requeue(
     slurm: Slurm,
     *,
     leaves: bool = False,
-    patience_s: float = REQUEUE_TIMEOUT_S,
+    accepted: Callable[[], None] = lambda: None,
+    patience_s: float = PATIENCE_S,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
     """Request a requeue until Slurm answers; return whether Slurm is known to have accepted. Main thread only.
 
     `leaves`: the batch script ends after this call, so a job that Slurm then requeues by itself needs no request.
+    `accepted` is called once Slurm has accepted, while SIGTERM is still ignored; Slurm kills this process soon after.
     """
-    deadline = clock() + patience_s
-    with _ignoring_term():
+    deadline, pause_s, is_hurried = clock() + patience_s, RETRY_PAUSE_S, False
+    with _deferring_term() as has_term_arrived:
         if leaves and _slurm_requeues_itself(slurm, job_id):
-            _say(f"job {job_id}: preempted; Slurm requeues it by itself, it continues from its last checkpoint")
+            say(f"job {job_id}: preempted; Slurm requeues it by itself, it continues from its last checkpoint")
             return False
         while True:
             try:
                 slurm.requeue(job_id)
             except SlurmRefusedError as error:
-                _say(f"{error}; submit it again to continue from its last checkpoint")
+                say(f"{error}; submit it again to continue from its last checkpoint")
                 return False
             except SlurmError as error:
-                if clock() + RETRY_PAUSE_S > deadline:
-                    _say(f"{error}; if it is not requeued, try: scontrol requeue {job_id}")
+                if has_term_arrived() and not is_hurried:
+                    is_hurried, deadline = True, min(deadline, clock() + HURRIED_S)
+                if clock() + pause_s > deadline:
+                    say(f"{error}; if it is not requeued, try: scontrol requeue {job_id}")
                     return False
+                if pause_s == RETRY_PAUSE_S:
+                    say(f"{error}; asking to be requeued for up to {(deadline - clock()) / 60:.0f} min")
             else:
-                _say(f"job {job_id}: requeued; it continues from its last checkpoint, usually in two minutes or later")
+                say(f"job {job_id}: requeued; it continues from its last checkpoint, usually in two minutes or later")
+                accepted()
                 return True
-            sleep(RETRY_PAUSE_S)
+            sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_RETRY_PAUSE_S)
 
 
 def _slurm_requeues_itself(slurm: Slurm, job_id: str) -> bool:
@@ -120,21 +133,27 @@ def _slurm_requeues_itself(slurm: Slurm, job_id: str) -> bool:
 def end_for_good(job_id: str, slurm: Slurm) -> None:
     """Make sure that Slurm does not requeue the job, after an error that another run would not fix. Main thread
     only."""
-    with _ignoring_term():
+    with _deferring_term():
         try:
             slurm.end_for_good(job_id)
         except SlurmError as error:
-            _say(f"{error}; if the job is held in the queue then, try: scancel {job_id}")
+            say(f"{error}; if the job is held in the queue then, try: scancel {job_id}")
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     print(f"resihp: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def _ignoring_term() -> Iterator[None]:
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def _deferring_term() -> Iterator[Callable[[], bool]]:
+    """Let SIGTERM end neither this process nor the commands that it starts, which inherit the mask; yield a function
+    that tells whether SIGTERM has arrived. At the end, a SIGTERM that has arrived is forgotten."""
+    noted: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: noted.append(number))  # if another thread receives it
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        yield
+        yield lambda: bool(noted) or signal.SIGTERM in signal.sigpending()
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGTERM, before)

@@ -102,6 +102,7 @@ def end_slurm_job(request: RunRequest, status: int) -> None:
     assert request.slurm is not None
     from slurm.commands import CommandLine
     from slurm.errors import SlurmError, SlurmRefusedError
+    from wrapper.slurm_tasks.next_run import exclude_bad_nodes
     from wrapper.slurm_tasks.requeue import dead_nodes, requeue, until_noticed
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it to all processes of the job, also to this one
@@ -109,7 +110,12 @@ def end_slurm_job(request: RunRequest, status: int) -> None:
     if status == REQUEUE_REQUESTED:
         if request.slurm.gpus:
             until_noticed(number, slurm, dead_nodes(request.of_job), patience_s=END_JOB_TIMEOUT_S)
-        requeue(number, slurm)
+        requeue(
+            number,
+            slurm,
+            accepted=lambda: exclude_bad_nodes(request, slurm, say),
+            patience_s=END_JOB_TIMEOUT_S,
+        )
         return
     deadline = time.monotonic() + END_JOB_TIMEOUT_S
     while True:

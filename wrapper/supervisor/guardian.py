@@ -134,9 +134,11 @@ def _requeue(request: RunRequest) -> int:
     if request.slurm is None:
         return REQUEUE_REQUESTED
     from slurm.commands import CommandLine
-    from wrapper.slurm_tasks.requeue import dead_nodes, requeue, until_noticed
+    from wrapper.slurm_tasks.next_run import exclude_bad_nodes
+    from wrapper.slurm_tasks.requeue import dead_nodes, requeue, say, until_noticed
 
     number, slurm = request.slurm.job_id, CommandLine()
     if request.slurm.gpus:
         until_noticed(number, slurm, dead_nodes(request.of_job))
-    return 0 if requeue(number, slurm, leaves=True) else REQUEUE_REQUESTED
+    is_requeued = requeue(number, slurm, leaves=True, accepted=lambda: exclude_bad_nodes(request, slurm, say))
+    return 0 if is_requeued else REQUEUE_REQUESTED

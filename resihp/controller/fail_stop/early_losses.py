@@ -22,7 +22,7 @@ import signal as signals
 
 from resihp.controller import interface as api
 from resihp.controller import iterations, startup
-from resihp.controller.fail_stop import failures, incidents, own_causes
+from resihp.controller.fail_stop import endings, failures, incidents, own_causes
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member
 from resihp.protocol import client
@@ -169,11 +169,11 @@ def _ends_for_the_script(job: Job) -> bool:
     unable = [rank for rank in ranks if rank in job.record.refused and job.nodes[_node(job, rank)].alive]
     if unable and {_node(job, rank) for rank in unable} == nodes and not job.ready and not job.start.awaited:
         node = _node(job, unable[0])
-        incidents.end(job, 2, f"node {node}: cannot start workers: {job.record.refused[unable[0]]}")
+        endings.end(job, 2, f"node {node}: cannot start workers: {job.record.refused[unable[0]]}")
         return True
     unwilling = [rank for rank, member in sorted(job.members.items()) if member.unwilling]
     if _is_common(job, unwilling, nodes):
-        incidents.end(job, 2, job.members[unwilling[0]].unwilling)
+        endings.end(job, 2, job.members[unwilling[0]].unwilling)
         return True
     return _ends_for_same_error(job, nodes) or _ends_for_same_status(job, nodes)
 
@@ -192,9 +192,9 @@ def _ends_for_same_error(job: Job, nodes: set[str]) -> bool:
     if own_causes.may_pass(job, worst[0]):
         raised = job.members[min(worst)].raised
         assert raised is not None
-        incidents.outside_failed(job, worst, f"raised the same: {raised.error}")
+        endings.outside_failed(job, worst, f"raised the same: {raised.error}")
     else:
-        incidents.program_is_broken(job, worst)
+        endings.program_is_broken(job, worst)
     return True
 
 
@@ -217,9 +217,9 @@ def _ends_for_same_status(job: Job, nodes: set[str]) -> bool:
         return False
     if all(own_causes.may_pass(job, rank) for rank in worst):
         cause = own_causes.reported_cause(job, job.members[worst[0]])
-        incidents.outside_failed(job, worst, f"failed alike; {cause}")
+        endings.outside_failed(job, worst, f"failed alike; {cause}")
     else:
-        incidents.program_ends(job, worst, status)
+        endings.program_ends(job, worst, status)
     return True
 
 
@@ -324,7 +324,7 @@ def _end_for(job: Job, failed: list[int]) -> None:
     if member is None:
         text = f"could not be started: {job.record.refused[rank]}"
     elif member.raised is not None:
-        job.say("error", incidents.traceback_of(job, rank))
+        job.say("error", endings.traceback_of(job, rank))
         others = (
             f"{count_of(len(same), 'other rank')} raised the same error" if same else "other ranks did not raise it"
         )
@@ -345,8 +345,8 @@ def _end_for(job: Job, failed: list[int]) -> None:
     plain = not job.has_declared
     failures.explain_early(job)
     if plain:
-        job.say("notice", incidents.NOT_RESTARTED)
-    incidents.end(job, 1, f"{where}: {text}")
+        job.say("notice", endings.NOT_RESTARTED)
+    endings.end(job, 1, f"{where}: {text}")
 
 
 def _raised_the_same(job: Job, rank: int, among: list[int]) -> list[int]:
@@ -375,6 +375,6 @@ def _in_order(job: Job, ranks: set[int]) -> list[int]:
 def _too_few(job: Job, outcome: str) -> None:
     lost_nodes = sorted((name for name, node in job.nodes.items() if not node.alive), key=natural) or ["processes were"]
     failures.explain_early(job)
-    if job.needs_all and not incidents.runs_again(job):
-        job.say("notice", incidents.NOT_RESTARTED)
-    incidents.too_few(job, f"{', '.join(lost_nodes)} {outcome}")
+    if job.needs_all and not endings.runs_again(job):
+        job.say("notice", endings.NOT_RESTARTED)
+    endings.too_few(job, f"{', '.join(lost_nodes)} {outcome}")

@@ -13,7 +13,7 @@ from typing import Literal
 
 from resihp.controller import interface as api
 from resihp.controller import iterations, startup, transition
-from resihp.controller.fail_stop import incidents, own_causes, silence
+from resihp.controller.fail_stop import endings, incidents, own_causes, silence
 from resihp.controller.nodes import joins
 from resihp.controller.state.incidents import Incident
 from resihp.controller.state.job import Job
@@ -47,7 +47,7 @@ def exited(job: Job, event: api.WorkerExited) -> None:
         elif job.stop_request is not None and job.stop_request.meaning != "warning":
             job.stop_request.interrupted = text
         else:
-            incidents.end(job, 1, text)
+            endings.end(job, 1, text)
         return
     if job.stage == "gathering":
         exited_early(job, member, event.status)
@@ -176,7 +176,7 @@ def replan_after_loss(job: Job, lost_ranks: set[int], reason: str) -> None:
     If all other ranks have already been ordered to park, the order is not repeated: the nodes of a rack all die within
     a second.
     """
-    if job.stage in ("recovering", "gathering", "ended"):
+    if job.stage in ("recovering", "gathering", "closing", "ended"):
         return
     if job.stop_request is not None and transition.is_settling(job):
         return
@@ -232,12 +232,12 @@ def node_lost_early(job: Job, name: str, reason: str, *, cannot_start: bool = Fa
         return
     text = f"node {name}: {reason}{early_node(job) if job.nodes[name].devices else ' before it joined'}"
     explain_early(job)
-    if job.needs_all and (cannot_start or not incidents.runs_again(job)):
-        job.say("notice", incidents.NOT_RESTARTED)
+    if job.needs_all and (cannot_start or not endings.runs_again(job)):
+        job.say("notice", endings.NOT_RESTARTED)
     if cannot_start:
-        incidents.end(job, 5, f"{text}; not run again, because this must be fixed first")
+        endings.end(job, 5, f"{text}; not run again, because this must be fixed first")
     else:
-        incidents.too_few(job, text)
+        endings.too_few(job, text)
 
 
 def leave_node(job: Job, entry: NodeLost) -> list[int]:
@@ -359,7 +359,7 @@ def communication_failed(job: Job, evidence: str) -> None:
     job.stuck = None
     job.rebuilds += 1
     if job.rebuilds > MAX_REBUILDS and job.stop_request is None:
-        incidents.end(job, 1, f"communication failed {job.rebuilds} times without an iteration in between: {evidence}")
+        endings.end(job, 1, f"communication failed {job.rebuilds} times without an iteration in between: {evidence}")
         return
     error = _GLOO_DETAILS.sub("", evidence).rstrip(".")
     job.say("warning", f"communication of epoch {job.epoch} failed: {error}; rebuilding")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from resihp.controller.fail_stop import incidents
+from resihp.controller.fail_stop import endings
 from resihp.controller.state.incidents import Incident
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member
@@ -82,7 +82,7 @@ def _end(job: Job, idle: list[Member], how: str, limit_s: float) -> None:
     )
     where = job.where(ranks[0]) if len(ranks) == 1 else rank_list(ranks)
     limit = f"raise [job] idle_limit (now {limit_s:.0f} s) to wait longer"
-    incidents.end(job, 1, f"{where}: killed after being {how}; {limit}")
+    endings.end(job, 1, f"{where}: killed after being {how}; {limit}")
 
 
 def _state(member: Member) -> str:

@@ -2,7 +2,7 @@
 
 "rank 3: bad batch 51" and "rank 4: bad batch 68" are the same error if they have the same type and were raised at the
 same line of the script. Only failures that are attributed to the script anyway are merged. The merge decides neither
-whether the job ends nor which ranks get work (`incidents.same_error_everywhere` compares texts word for word). Called
+whether the job ends nor which ranks get work (`endings.same_error_everywhere` compares texts word for word). Called
 by `root_causes`.
 """
 

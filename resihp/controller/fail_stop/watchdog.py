@@ -7,7 +7,7 @@ import signal as signals
 
 from resihp.controller import interface as api
 from resihp.controller import iterations, transition
-from resihp.controller.fail_stop import early_losses, failures, incidents, last_to_leave, liveness, silence
+from resihp.controller.fail_stop import early_losses, endings, failures, last_to_leave, liveness, silence
 from resihp.controller.nodes import joins
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member, Node
@@ -59,6 +59,8 @@ def tick(job: Job) -> None:
     if job.stage == "halting":
         judge_leaving(job)
         return
+    if job.stage == "closing":
+        return
     joins.judge(job)
     if job.stuck is not None and job.now - job.stuck[0] > STUCK_GRACE_S:
         failures.communication_failed(job, f"rank {job.stuck[1]}: {job.stuck[2]}")
@@ -99,7 +101,7 @@ def judge_absent(job: Job) -> None:
         for name in absent:
             job.log(NodeLost(node=name, reason=f"has not joined within {waited_s:.0f} s", how="silent"))
         failures.explain_early(job)
-        incidents.too_few(job, f"only {here} of {settings.nodes} nodes joined within {budget_s:.0f} s")
+        endings.too_few(job, f"only {here} of {settings.nodes} nodes joined within {budget_s:.0f} s")
         return
     for name in absent:
         failures.node_lost(job, name, f"has not joined within {waited_s:.0f} s")

@@ -17,7 +17,7 @@ from resihp.controller.state.examinations import Examination, Inquiry, Rechecks
 from resihp.controller.state.incidents import ArmedFault, Incident
 from resihp.controller.state.iterations import Forecast, IterationReports, Tuning
 from resihp.controller.state.members import Member, Node
-from resihp.controller.state.requests import COINCIDENCE_S, LONE_SIGNAL_S, AgentSignal, Saves, StopRequest
+from resihp.controller.state.requests import COINCIDENCE_S, LONE_SIGNAL_S, AgentSignal, Closing, Saves, StopRequest
 from resihp.controller.state.transitions import Change, Pause, Transition
 from resihp.controller.state.upkeep import GivingBack, NodeMaintenance
 from resihp.detector.findings import Finding
@@ -68,6 +68,8 @@ class Job:
         self.pause: Pause | None = None
         self.recovery: Recovery | None = None
         self.stop_request: StopRequest | None = None
+        self.closing: Closing | None = None
+        """How the job ends; None before stage `closing`."""
         self.agent_signals: dict[str, AgentSignal] = {}
         """The last signal that each node's agent received from a process other than resihp, by node."""
         self.deadline: float | None = None

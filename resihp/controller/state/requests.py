@@ -1,4 +1,5 @@
-"""Requests to stop the job or to save a checkpoint, by operators or by Slurm."""
+"""Requests to stop the job or to save a checkpoint, by operators or by Slurm, and the end of a job with too few
+nodes."""
 
 from __future__ import annotations
 
@@ -57,3 +58,12 @@ class Saves:
     epoch: int = 0
     """Epoch of the last order; 0 if no request is pending. In a new epoch the order is given again, because its
     recipient may not have passed it on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Closing:
+    """The end of a job with too few nodes, which waits until it is decided what to do about the failed ones."""
+
+    exit_code: int
+    reason: str
+    requeue: bool

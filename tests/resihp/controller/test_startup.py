@@ -97,6 +97,7 @@ def test_slurm_runs_a_job_again_that_could_not_begin() -> None:
     job = Start(spares=0, least=1.0)
     job.join("n1")
     job.lose("n2")
+    job.wait(3)
     assert job.end == (75, "node n2: its agent exited with status 127 before it joined; to be run again")
     assert any(isinstance(action, api.End) and action.requeue for action in job.actions)
 
@@ -123,6 +124,7 @@ def test_what_no_other_run_could_start_either_is_not_run_again() -> None:
 def test_a_job_that_may_not_be_run_again_says_why(settings: dict[str, Any], advice: str) -> None:
     job = Start(spares=0, least=1.0, **settings)
     job.lose("n2")
+    job.wait(3)
     assert job.end == (5, f"node n2: its agent exited with status 127 before it joined; {advice}")
 
 
@@ -169,6 +171,7 @@ def test_more_nodes_than_can_be_done_without_end_the_job() -> None:
     assert job.end is None
     job.lose("n3", "connection closed for 1 s")
     assert [failure.node for failure in job.all(FailureFound)] == ["n2", "n3"], "the record says who was missing"
+    job.wait(3)
     assert job.end == (75, "node n3: connection closed for 1 s before training began; to be run again")
 
 

@@ -92,6 +92,27 @@ def test_where_that_cannot_be_known_the_job_is_submitted_all_the_same(job_file: 
     assert any("the list of nodes to avoid is unknown" in line for line in told)
 
 
+def test_options_in_the_environment_are_kept_and_said(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SBATCH_CONSTRAINT", "h100")
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "60")
+    _, told = submitted(job_file, FakeSlurm(["n1"]))
+    said = "SBATCH_CONSTRAINT=h100, SBATCH_TIMELIMIT=60"
+    assert f"your environment has options for sbatch, which come before those of job.toml: {said}" in told
+
+
+@pytest.mark.parametrize("variable", ["SLURM_CLUSTERS", "SBATCH_CLUSTERS"])
+def test_another_cluster_in_the_environment_is_refused(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    slurm = FakeSlurm(["n1"])
+    monkeypatch.setenv(variable, "fake")
+    submitted(job_file, slurm)
+    monkeypatch.setenv(variable, "other")
+    with pytest.raises(ConfigurationError, match=f"{variable}=other: resihp submits to .* fake; .* sbatch -M other"):
+        submitted(job_file, slurm)
+    assert len(slurm.submissions) == 1
+
+
 def test_gpus_of_one_type_are_asked_for(job_file: Path) -> None:
     assert "#SBATCH --gpus-per-node=h100:2\n" in printed(job_file, "[slurm]\ngpu_type = 'h100'\n")
     for odd in ("h100:4", "a,b", "4", "-x", "h 100"):

@@ -10,7 +10,7 @@ import pytest
 
 from slurm.errors import SlurmOutputError, SlurmUnavailableError
 from tests.slurm.fake_slurm import FakeSlurm
-from wrapper.slurm_tasks.requeue import NOTICE_TIMEOUT_S, REQUEUE_TIMEOUT_S, end_for_good, requeue, until_noticed
+from wrapper.slurm_tasks.requeue import HURRIED_S, NOTICE_TIMEOUT_S, PATIENCE_S, end_for_good, requeue, until_noticed
 
 
 class Clock:
@@ -66,8 +66,31 @@ def test_a_controller_that_is_away_is_not_asked_for_ever(capsys: pytest.CaptureF
     job = slurm.add_job("n1")
     slurm.unavailable = True
     assert not ask(slurm, job, clock)
-    assert REQUEUE_TIMEOUT_S - 2 <= clock.now <= REQUEUE_TIMEOUT_S
-    assert f"try: scontrol requeue {job}" in capsys.readouterr().err
+    assert PATIENCE_S - 6 <= clock.now <= PATIENCE_S
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first.endswith("; asking to be requeued for up to 60 min")
+    assert f"try: scontrol requeue {job}" in last
+
+
+def test_a_controller_that_is_away_for_ten_minutes_is_asked_until_it_is_back() -> None:
+    slurm, clock = FakeSlurm(["n1"]), Clock()
+    job = slurm.add_job("n1")
+    slurm.unavailable = True
+    clock.naps = [lambda: setattr(slurm, "unavailable", clock.now < 600)] * 1000
+    assert ask(slurm, job, clock)
+    assert 600 <= clock.now < 610
+    assert slurm.calls["requeue"] < 130
+
+
+def test_after_a_term_little_time_is_left() -> None:
+    slurm, clock = FakeSlurm(["n1"]), Clock()
+    job = slurm.add_job("n1")
+    slurm.unavailable = True
+    clock.naps = [lambda: None] * 100
+    clock.naps[50] = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    told_at = sum((1.0, 2.0, 4.0)) + 48 * 5.0
+    assert not ask(slurm, job, clock)
+    assert told_at < clock.now <= told_at + HURRIED_S
 
 
 def test_an_answer_that_was_lost_does_no_harm() -> None:

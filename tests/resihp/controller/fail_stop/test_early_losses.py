@@ -257,6 +257,7 @@ def test_a_model_that_does_not_fit_the_rest_is_told_so() -> None:
     job = gathered(gpus_per_node=1, memory_bytes=1_300_000)
     job.train(0)
     job.lose("n2")
+    job.wait(3)
     assert job.end is not None
     assert job.end[0] == 75
     assert "1 of 2 devices are missing, and no layout fits the others" in job.end[1]
@@ -298,6 +299,7 @@ def test_a_rank_of_a_plain_program_that_is_done_is_no_failure(how: str, declares
         ends(job, 2, "ValueError: bad shard" if how == "raised" else "", status=-9 if how == "killed" else 3)
     for rank in (1, 3) if how != "node" else (2, 3):
         ends(job, rank, status=0)
+    job.wait(3)
     assert job.end is not None
     (failure,) = job.all(FailureFound)
     assert failure.ranks == ((1,) if how == "node" else (2,))

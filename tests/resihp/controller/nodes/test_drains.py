@@ -11,8 +11,8 @@ import pytest
 
 from resihp.controller import Controller
 from resihp.controller import interface as api
-from resihp.controller.nodes.drains import DRAIN_PATIENCE_S
 from resihp.controller.nodes.replacements import LEAVING_S, RETRY_AFTER_S
+from resihp.controller.nodes.upkeep import DRAIN_PATIENCE_S
 from resihp.controller.planning import first_plan, next_plan
 from resihp.detector.diagnosis.clues import read_log
 from resihp.errors import NotEnoughDevicesError
@@ -951,6 +951,7 @@ def test_a_request_is_cancelled_when_the_job_ends() -> None:
     job.feed(api.AgentLost(node="n1", reason="gone"))
     job.feed(api.AgentLost(node="n2", reason="gone"))
     job.feed(api.AgentLost(node="n4", reason="gone"))
+    job.wait(3)
     assert job.end is not None
     assert states(job) == ["cancelled"]
     kinds = [type(action) for action in job.actions]

@@ -1,0 +1,82 @@
+"""Keeps a requeued job from the nodes that its user's jobs avoid.
+
+sbatch is told of these nodes when a job is submitted (`wrapper.commands.submit`), but Slurm may give a requeued job the
+node again on which it has just died. So the nodes are set in the job's own request, while it is pending. This is done
+only if enough other nodes are left: with too few, Slurm would hold the job for ever. Called by the processes that
+request a requeue.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+
+from resihp.words import count_of
+from slurm.client import NodeChoice, NodeView, Slurm
+from slurm.drains.exclusions import Exclusions
+from slurm.errors import SlurmError
+from wrapper.config.run_spec import RunRequest, SlurmRequest
+from wrapper.slurm_tasks import exclusion_lists
+
+
+def exclude_bad_nodes(request: RunRequest, slurm: Slurm, say: Callable[[str], None]) -> None:
+    """Keep a pending job from the nodes that its user's jobs avoid, and from those that its user excluded. Says what
+    was done, and why a node cannot be excluded."""
+    main = request.slurm
+    assert main is not None
+    here, now = request.of_job.folder.parent.parent, time.time()
+    names = "the same nodes"
+    try:
+        avoided = set(exclusion_lists.to_avoid(slurm, main.cluster, now, here))
+        choice = slurm.node_choice(main.job_id)
+        before = set(choice.excluded)
+        excluded = avoided | (before - _no_longer_avoided(Exclusions(here, main.cluster), main.job_id, now))
+        if excluded == before:
+            return
+        names = ", ".join(sorted(excluded - before)) or names
+        if obstacle := _obstacle(request, main, slurm, choice, excluded):
+            say(f"job {main.job_id}: its next run may get {names} again: {obstacle}")
+            return
+        slurm.exclude_nodes(main.job_id, sorted(excluded))
+    except SlurmError as error:
+        say(f"job {main.job_id}: its next run may get {names} again: {error}")
+        return
+    if excluded:
+        text = f"its next run will not get {', '.join(sorted(excluded))}"
+        say(f"job {main.job_id}: {text}; if it should: scontrol update JobId={main.job_id} ExcNodeList=")
+
+
+def _obstacle(
+    request: RunRequest, main: SlurmRequest, slurm: Slurm, choice: NodeChoice, excluded: Collection[str]
+) -> str:
+    """Return why these nodes may not be excluded from the next run; empty if enough others are left. Raises
+    SlurmError."""
+    if requested := sorted(set(choice.requested).intersection(excluded)):
+        return f"it was submitted for {', '.join(requested)} by name"
+    if choice.contiguous:
+        return "it was submitted for contiguous nodes"
+    asked = slurm.request(main.job_id)
+    if asked.reservation:
+        return f"it runs in the reservation {asked.reservation}"
+    own = request.settings.node_names
+    others = alike(slurm.partition_nodes(asked.partition or main.partition), own).difference(excluded)
+    if len(others) < len(own):
+        return f"it needs {count_of(len(own), 'node')}, and only {len(others)} others of their kind are in order"
+    return ""
+
+
+def _no_longer_avoided(exclusions: Exclusions, job_id: str, now: float) -> set[str]:
+    """Return the nodes that an earlier run of this Slurm job excluded for a time that is over."""
+    return {item.node for item in exclusions.known() if item.job_id == job_id and item.expires_at <= now}
+
+
+def alike(views: Mapping[str, NodeView], own: Collection[str]) -> set[str]:
+    """Return the names of the usable nodes that have the same CPUs, memory, GPUs and features as some node in `own`.
+    Nodes that a reservation holds for others do not count."""
+    kinds = {_kind(views[name]) for name in own if name in views}
+    held = {"maint", "reserved"}
+    return {name for name, view in views.items() if view.usable and not view.flags & held and _kind(view) in kinds}
+
+
+def _kind(view: NodeView) -> tuple[int, int, int, frozenset[str]]:
+    return view.cpus, view.memory_mb, view.gpus, view.features

@@ -34,6 +34,10 @@ from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableEr
 TIMEOUT_S = 30.0
 """Time limit for starting Python, importing submitit, and sbatch."""
 
+WARNING_S = 120
+"""Seconds before the end of its time limit at which a replacement's agent is warned. It usually ends together with the
+main job, which is warned earlier; only if the main job's limit was extended is the replacement the first."""
+
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 """Variables with the numbers of the main job's devices on its own nodes."""
 _NOT_FOR_ONE = frozenset(
@@ -41,7 +45,17 @@ _NOT_FOR_ONE = frozenset(
         *("array", "begin", "chdir", "comment", "contiguous", "deadline", "dependency", "error", "gpus"),
         *("gpus-per-socket", "gpus-per-task", "hold", "input", "job-name", "mail-type", "mail-user", "mincpus"),
         *("nodefile", "nodelist", "nodes", "ntasks", "ntasks-per-gpu", "ntasks-per-node", "output", "parsable"),
-        *("segment", "spread-job", "switches", "test-only", "time", "time-min", "tres-per-task", "use-min-nodes"),
+        *(
+            "segment",
+            "signal",
+            "spread-job",
+            "switches",
+            "test-only",
+            "time",
+            "time-min",
+            "tres-per-task",
+            "use-min-nodes",
+        ),
         *("wait", "wait-all-nodes", "wrap"),
     }
 )
@@ -136,7 +150,11 @@ def parameters(wanted: ReplacementJob) -> dict[str, Any]:
     request = wanted.asked
     extra, exclude = _extra(wanted.extra, wanted.exclude)
     minutes = max(1, int(wanted.seconds // 60))
-    options: dict[str, Any] = {"no-requeue": True, "deadline": f"now+{minutes * 60 + max(60, round(wanted.wait_s))}"}
+    options: dict[str, Any] = {
+        "no-requeue": True,
+        "deadline": f"now+{minutes * 60 + max(60, round(wanted.wait_s))}",
+        "signal": f"B:USR2@{WARNING_S}",
+    }
     for name in ("reservation", "licenses", "network", "container"):
         if value := getattr(request, name):
             options[name] = value

@@ -339,9 +339,11 @@ class CutConnection(Action, frozen=True, kw_only=True):
 
 
 class DropNode(Action, frozen=True, kw_only=True):
-    """Close the connection to a node's agent, and refuse its connections from now on."""
+    """Close the connection to a node's agent, and refuse its connections from now on. `in_order`: the agent answers and
+    nothing of the node is needed any more, so the agent is told to end its processes and itself."""
 
     node: str
+    in_order: bool = False
 
 
 class DrainNode(Action, frozen=True, kw_only=True):

@@ -37,7 +37,7 @@ Stage = Literal[
 ]
 
 ALLOWED_MOVES: dict[Stage, frozenset[Stage]] = {
-    "recovering": frozenset(("gathering", "parking", "running", "halting", "closing", "ended")),
+    "recovering": frozenset(("gathering", "parking", "running", "halting", "ended")),
     "gathering": frozenset(("proposing", "closing", "ended")),
     "parking": frozenset(("parking", "proposing", "closing", "ended")),
     "proposing": frozenset(("parking", "building", "closing", "ended")),

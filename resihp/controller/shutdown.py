@@ -54,6 +54,13 @@ LIMIT_MARGIN_S = 30.0
 """Seconds before Slurm's time limit by which the job must have ended."""
 HURRY_S = 60.0
 """Seconds before the end at which the iteration in progress is given up, but at most half of the time available."""
+ENDS_SOON_S = 600.0
+"""Seconds before Slurm's time limit from which a replacement's node no longer leaves on a warning: the whole job ends
+soon, and a change of the layout would not pay."""
+WARNED_AT_ONCE_S = 60.0
+"""Seconds after the start of a run within which a warning counts as given at once."""
+SHORT_LIMIT_S = 3600.0
+"""A run with more seconds until its time limit than this was not warned because of the limit."""
 LATE_S = 30.0
 """Seconds before the end from which the job no longer waits for the remaining ranks to park, but at most a quarter of
 the time available."""
@@ -124,7 +131,9 @@ def _agent_signalled(job: Job, event: api.AgentSignalled) -> None:
         job.stop_request.nodes.add(event.node)
     guests = replacements.guests(job)
     if event.node in guests:
-        if job.stop_request is None and event.signal in (*_WARNINGS, signals.SIGTERM):
+        if event.signal in _WARNINGS and job.deadline is not None and job.deadline - job.now < ENDS_SOON_S:
+            job.agent_signals[event.node].reported = True
+        elif job.stop_request is None and event.signal in (*_WARNINGS, signals.SIGTERM):
             job.agent_signals[event.node].reported = True
             job.maintenance.ending.add(event.node)
             job.say("notice", f"node {event.node}: Slurm ends this replacement ({_name(event.signal)})")
@@ -376,8 +385,23 @@ def _leave(job: Job, outcome: str) -> None:
         stop_request.meaning or "", f"received {_name(stop_request.signal)}" if stop_request.signal else "asked to stop"
     )
     reason = f"{cause}: stopped after iteration {job.record.committed}; {outcome}"
+    if requeue and _was_warned_at_once(job, stop_request):
+        requeue = False
+        reason += (
+            f"; not run again: each run would be warned {stop_request.asked_at - (job.started_at or 0.0):.0f} s after "
+            "its start; raise the time limit (--time), or be warned later (--signal=B:USR2@SECONDS)"
+        )
     number = signals.SIGINT if stop_request.signal == signals.SIGINT else signals.SIGTERM
     endings.end(job, 75 if requeue else 128 + number, reason, requeue=requeue)
+
+
+def _was_warned_at_once(job: Job, stop_request: StopRequest) -> bool:
+    """Return whether Slurm warned this run right after its start, because its time limit is shorter than the time
+    before the limit at which it warns. The next run would be warned in the same way."""
+    if stop_request.meaning != "warning" or job.started_at is None or job.deadline is None or job.is_taken_over:
+        return False
+    began_s, limit_s = stop_request.asked_at - job.started_at, job.deadline - job.started_at
+    return 0.0 <= began_s < WARNED_AT_ONCE_S and limit_s < SHORT_LIMIT_S
 
 
 def _sorted(nodes: Iterable[str]) -> tuple[str, ...]:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 TOGETHER_S = 2.0
 TICK_S = 0.3
+EARLY_S = 62.0
+"""A warning until this time, with the time of its delivery, may be due to a time limit that is too short."""
 WARNING_SIGNALS = (SIGUSR1, SIGUSR2)
 
 
@@ -331,6 +333,11 @@ class Stopping:
         expect(bool(self.meanings), "ends without a reason in the journal")
         again = self.meanings[-1].meaning in ("warning", "time-limit", "preempted")
         again = again and self.world.scenario.on_warning == "requeue"
+        if again and "not run again: each run would be warned" in end.reason:
+            expect(self.meanings[-1].meaning == "warning", f"{end} after {self.meanings}")
+            limited = self.world.scenario.time_left_s is not None and not self.world.takeovers
+            expect(limited and self.asked_at <= EARLY_S, f"{end}: not warned at once")
+            again = False
         number = SIGINT if self.meanings[-1].signal == SIGINT else SIGTERM
         right = (75, True) if again else (128 + number, False)
         expect((end.exit_code, end.requeue) == right, f"{end} after {self.meanings}")

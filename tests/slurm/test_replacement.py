@@ -76,7 +76,7 @@ def test_the_script_asks_for_one_node_and_becomes_the_agent(sbatch: Sbatch) -> N
     assert options >= {
         *("--nodes=1", "--ntasks-per-node=1", "--exclusive", "--mem=0M", "--gpus-per-node=2", "--time=61"),
         *("--exclude=n1,n2", "--partition=gpu", "--job-name=resihp-77-r1", "--no-requeue"),
-        *("--comment='replacement 1 of a node of job 77'", "--deadline=now+5560"),
+        *("--comment='replacement 1 of a node of job 77'", "--deadline=now+5560", "--signal=B:USR2@120"),
     }
     assert not [option for option in options if option.startswith(("--wckey", "--account", "--qos", "--reservation"))]
     assert "srun" not in script
@@ -234,6 +234,7 @@ def test_of_further_options_only_those_count_that_say_what_a_node_must_be_like()
     assert options == {
         "licenses": "fs", "oversubscribe": True, "no-requeue": True, "mem": "9G", "reservation": "team",
         "deadline": "now+5560",
+        "signal": "B:USR2@120",
     }  # fmt: skip
 
 

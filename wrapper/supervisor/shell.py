@@ -294,7 +294,7 @@ class Supervisor:
             case api.CutConnection():
                 self._links.cut(action.node)
             case api.DropNode():
-                self._links.drop(action.node)
+                self._links.drop(action.node, in_order=action.in_order)
                 self._gate.left(action.node)
             case (
                 api.DrainNode()

@@ -245,7 +245,7 @@ def leave_node(job: Job, entry: NodeLost) -> list[int]:
     ranks = sorted(rank for rank, member in job.members.items() if member.node == entry.node and member.alive)
     silence.ended(job, entry.node, "unconfirmed" if entry.how == "vacated" else "lost", entry.reason)
     job.log(entry)
-    job.do(api.DropNode(node=entry.node))
+    job.do(api.DropNode(node=entry.node, in_order=entry.how == "vacated"))
     job.starting -= {rank for rank in job.starting if job.record.placements[rank].node == entry.node}
     job.start.awaited -= {rank for rank in job.start.awaited if job.record.placements[rank].node == entry.node}
     for rank in ranks:

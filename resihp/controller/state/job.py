@@ -134,6 +134,9 @@ class Job:
         self.checkpointed = self.record.checkpointed
         """Iteration of the newest checkpoint with all parts written; 0 if there is none."""
         self.started_at: float | None = None
+        """Time of this supervisor's first event; None before it."""
+        self.is_taken_over = False
+        """Whether another supervisor led the job before this one."""
         self.start = Beginning()
         self.progress_at = 0.0
         self.halted_at = 0.0

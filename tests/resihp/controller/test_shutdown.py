@@ -94,6 +94,33 @@ def test_a_warning_leads_to_a_checkpoint_of_the_iteration_under_way_and_a_requeu
     assert asked(job, api.AskWhy) == []
 
 
+def warned_after(seconds: float, limit_s: float | None) -> api.End:
+    """How a job ends that is warned so long after its start."""
+    job = trained()
+    if limit_s is not None:
+        job.feed(api.TimeLeft(seconds=limit_s))
+    job.now += seconds
+    supervisor_gets(job, USR2)
+    pause(job)
+    write(job, 0, 1)
+    assert job.end is not None
+    return job.end
+
+
+def test_a_run_that_is_warned_right_after_its_start_is_not_requeued_for_ever() -> None:
+    """`--time=4` with `--signal=B:USR2@300`: each run would save one iteration, and wait in the queue for the next."""
+    end = warned_after(2.0, 240.0)
+    assert (end.exit_code, end.requeue) == (143, False)
+    assert "checkpoint is written; not run again: each run would be warned 2 s after its start; " in end.reason
+    assert "raise the time limit (--time)" in end.reason
+
+
+@pytest.mark.parametrize(("seconds", "limit_s"), [(100.0, 400.0), (2.0, 86400.0), (2.0, None)])
+def test_a_warning_for_another_reason_leads_to_a_requeue(seconds: float, limit_s: float | None) -> None:
+    end = warned_after(seconds, limit_s)
+    assert (end.exit_code, end.requeue) == (75, True)
+
+
 def test_a_warning_ends_the_job_if_it_is_not_to_come_back() -> None:
     job = trained(on_warning="end")
     supervisor_gets(job, USR2)
@@ -194,6 +221,7 @@ def test_how_much_time_is_left_is_asked_for_once_more_when_it_matters() -> None:
 
 def test_what_time_there_is_after_a_warning_is_until_shortly_before_the_limit() -> None:
     job = trained()
+    job.now += 3600.0
     job.feed(api.TimeLeft(seconds=300.0))
     assert job.job.deadline == pytest.approx(job.now + 300.0)
     supervisor_gets(job, USR2)

@@ -609,6 +609,26 @@ def test_waiting_for_all_to_be_gone_does_not_wait_for_those_who_never_came_or_we
     play(scene)
 
 
+def test_agent_of_a_node_that_leaves_in_order_is_told_to_end() -> None:
+    async def scene(it: Scene) -> None:
+        agents = [PretendedAgent(), PretendedAgent("n2", 20)]
+        for agent in agents:
+            await it.connect(agent)
+        it.links.spawn("n2", spawn(1))
+        agents[1].read()
+        it.links.drop("n2", in_order=True)
+        it.links.order((1,), go(4))
+        agents[1].read()
+        assert agents[1].heard[-1] == m.Release(grace_s=0.0)
+        assert not agents[1].channel.aborted
+        for agent in agents:
+            agent.channel.inbox.put_nowait(None)
+        await it.settle()
+        assert it.lost() == ["n1"]
+
+    play(scene)
+
+
 # --- connections that break ---------------------------------------------------------------------------------------
 
 

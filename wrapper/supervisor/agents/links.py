@@ -32,6 +32,8 @@ from wrapper.supervisor.agents.rendezvous import Exchange
 from wrapper.supervisor.agents.roster import Rosters
 
 LOOK_EVERY_S = 0.1
+RELEASED_S = 10.0
+"""How long an agent that was released may take to end its processes and itself."""
 RETURN_WINDOW_S = 20.0
 """Time limit for agents to reconnect after their connections broke together, or after the supervisor was stopped."""
 MIN_PAUSE_S = 0.02
@@ -158,16 +160,30 @@ class AgentLinks:
         if link.channel is not None:
             link.channel.abort()
 
-    def drop(self, node: str) -> None:
-        """Refuse the node's agent from now on, and end all processes that may still run on the node."""
+    def drop(self, node: str, *, in_order: bool = False) -> None:
+        """Refuse the node's agent from now on, and end all processes that may still run on the node. `in_order`: the
+        agent does this itself, at once, instead of looking for another supervisor first."""
         link = self._links.setdefault(node, AgentLink(node))
+        if in_order:
+            self.post(node, m.Release(grace_s=0.0))
         link.dropped = True
         link.live.clear()
         self._rendezvous.leave(node)
-        self.cut(node)
+        if in_order:
+            self._task(self._cut_after_release(link))
+        else:
+            self.cut(node)
         self._launcher.kill(node)
         if self._rosters is not None:
             self._rosters.left(node)
+
+    async def _cut_after_release(self, link: AgentLink) -> None:
+        """Close the connection of an agent that does not do so by itself after its release."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(RELEASED_S):
+                await link.closed.wait()
+        if link.channel is not None:
+            link.channel.abort()
 
     def release(self, grace_s: float) -> None:
         for node in self._links:

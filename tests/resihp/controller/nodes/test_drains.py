@@ -846,10 +846,24 @@ def test_a_replacement_whose_slurm_job_ends_leaves_between_two_iterations_and_no
     job.train(5)
     assert {8, 9}.isdisjoint(job.job.record.active)
     assert [(entry.node, entry.how) for entry in job.all(NodeLost)][1:] == [("n9", "vacated")]
-    assert [action.node for action in job.asked(api.DropNode)][1:] == ["n9"]
+    assert job.asked(api.DropNode)[1:] == [api.DropNode(node="n9", in_order=True)]
     assert [entry.node for entry in job.all(FailureFound)] == ["n3"]
     assert [entry.node for entry in job.all(DrainDecided)] == ["n3"]
     assert not any("the job goes on" in action.text for action in job.asked(api.Say))
+
+
+def test_a_replacement_is_kept_when_the_whole_job_is_about_to_end_as_well() -> None:
+    """Its limit is the job's, so the job is warned, too: another layout would not pay for its change."""
+    job = replaced()
+    job.feed(api.TimeLeft(seconds=300.0))
+    job.feed(api.AgentSignalled(node="n9", signal=SIGUSR2))
+    job.train(5)
+    assert {8, 9} <= set(job.job.record.active)
+    job.feed(api.TimeLeft(seconds=90000.0))  # the job's own limit is extended
+    job.feed(api.AgentSignalled(node="n9", signal=SIGUSR2))
+    pauses(job)
+    job.train(5)
+    assert {8, 9}.isdisjoint(job.job.record.active)
 
 
 @pytest.mark.parametrize(("state", "asked"), [("withdrawn", ["n3"]), ("ended", ["n3", "n3"])])

@@ -63,7 +63,8 @@ def test_what_an_operator_stops_in_slurm_is_saved_too(cluster: MakeCluster) -> N
         iteration = saved(desk, job)
         assert 3 <= iteration < ITERATIONS
         assert f"checkpoint of iteration {iteration}: " in desk.output(job)
-        assert "to resume from it, put this into the batch script: resihp run " in desk.output(job)
+        again = f"unless Slurm runs job {job} again (squeue -j {job})"
+        assert f"to resume from it, put this into the batch script, {again}: resihp run " in desk.output(job)
 
 
 @pytest.mark.soak

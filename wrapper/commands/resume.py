@@ -237,7 +237,10 @@ def resume_hint(request: RunRequest) -> str:
         return ""
     where = newest_complete(resumption.folder, verify=False)
     command = request.go_on or f"resihp run --resume {request.job} ..."
-    where_to_type = "put this into the batch script" if request.slurm else "type"
+    where_to_type = "type"
+    if request.slurm is not None:
+        number = request.slurm.job_id
+        where_to_type = f"put this into the batch script, unless Slurm runs job {number} again (squeue -j {number})"
     return f"checkpoint of iteration {resumption.iteration}: {where}\nto resume from it, {where_to_type}: {command}"
 
 

@@ -214,10 +214,28 @@ def _left_out(client: Slurm, configuration: Configuration, notice: Callable[[str
     if not avoided_nodes:
         return ()
     notice(f"excludes {', '.join(avoided_nodes)}, as your jobs avoid them; see resihp node list")
-    excluded_in_job_file = [
-        option.partition("=")[2] for option in configuration.slurm.extra if option.startswith("--exclude=")
-    ]
-    return (f"--exclude={','.join([*excluded_in_job_file, *avoided_nodes])}",)
+    return exclude_option(configuration.slurm.extra, avoided_nodes)
+
+
+def exclude_option(extra: Sequence[str], avoided_nodes: Sequence[str]) -> tuple[str, ...]:
+    """Return sbatch's option with the nodes that the user's jobs avoid, and those that the options `extra` exclude."""
+    if not avoided_nodes:
+        return ()
+    by_job_file = [option.partition("=")[2] for option in extra if option.startswith("--exclude=")]
+    return (f"--exclude={','.join([*by_job_file, *avoided_nodes])}",)
+
+
+def advice_on(refusal: str, options: Sequence[str]) -> str:
+    """Return advice on a refusal of sbatch; empty if there is none. `options`: those that sbatch was given."""
+    lowered = refusal.lower()
+    advice = next((how for words, how in ADVICE_ON_REFUSAL if words in lowered), "")
+    excluded = next((option.partition("=")[2] for option in options if option.startswith("--exclude=")), "")
+    if excluded and "node configuration is not available" in lowered:
+        return (
+            f"the job may not run on {excluded}: resihp node list tells why, resihp node exclude NODE --remove permits "
+            f"a node; or {advice}"
+        )
+    return advice
 
 
 def _sbatch(client: Slurm, script: Path, job_file: Path, configuration: Configuration, options: Sequence[str]) -> str:
@@ -225,9 +243,7 @@ def _sbatch(client: Slurm, script: Path, job_file: Path, configuration: Configur
         return client.submit(script, options)
     except SlurmRefusedError as error:
         refusal = str(error).removeprefix(f"{script}: not submitted: ")
-        advice = next((how for words, how in ADVICE_ON_REFUSAL if words in refusal.lower()), None)
-        if advice is None:
-            advice = f"resihp submit {job_file} --dry-run prints the script"
+        advice = advice_on(refusal, options) or f"resihp submit {job_file} --dry-run prints the script"
         raise SlurmUsageError(f"{job_file}: {refusal}; {advice}") from None
     except SlurmUnavailableError as error:
         raise SlurmUnavailableError(

@@ -355,11 +355,11 @@ def over(job: Job, state: str, exit_code: int) -> registry.KnownJob:
     return entry
 
 
-@pytest.mark.parametrize(("state", "exit_code"), [("cancelled", 75), ("abnormal", 1)])
+@pytest.mark.parametrize(("state", "exit_code"), [("cancelled", 75), ("abnormal", 1), ("cancelled", 143)])
 def test_a_job_that_slurm_runs_again_is_told_to_wait(
     runs: Callable[..., Job], fresh_home: Path, state: str, exit_code: int
 ) -> None:
-    """Its batch host died, or its time was up: "cancelled" alone sounded like the end."""
+    """Its batch host died, its time was up, or it was requeued: "cancelled" alone sounded like the end."""
     job = runs(create_slurm_job("77", 0))
     over(job, state, exit_code)
     submitted_at = time.time() + 3600
@@ -370,11 +370,24 @@ def test_a_job_that_slurm_runs_again_is_told_to_wait(
     assert ask(slurm_of(job, state="completed"))[0][0]["slurm_state"] is None
 
 
-def test_a_job_that_was_cancelled_for_good_is_not_asked_about(runs: Callable[..., Job], fresh_home: Path) -> None:
+def test_a_held_job_is_told_with_the_command_that_releases_it(runs: Callable[..., Job], fresh_home: Path) -> None:
+    """A prolog has failed, for example; it would wait for ever."""
     job = runs(create_slurm_job("77", 0))
     over(job, "cancelled", 143)
+    why = "launch failed requeued held"
+    [row], _ = ask(slurm_of(job, state="pending", why=why, submitted_at=time.time() + 3600))
+    text = "\n".join(line.plain for line in lines([row], 160))
+    assert f"cancelled, held by Slurm ({why}): scontrol release 77" in text
+
+
+@pytest.mark.parametrize(("state", "exit_code"), [("completed", 0), ("failed", 93)])
+def test_a_job_that_is_over_for_good_is_not_asked_about(
+    runs: Callable[..., Job], fresh_home: Path, state: str, exit_code: int
+) -> None:
+    job = runs(create_slurm_job("77", 0))
+    over(job, state, exit_code)
     [row], _ = ask(slurm_of(job, state="pending"))
-    assert (row["state"], row["slurm_state"]) == ("cancelled", None)
+    assert (row["state"], row["slurm_state"]) == (state, None)
 
 
 # --- submitted ------------------------------------------------------------------------------------------------------

@@ -244,6 +244,14 @@ def test_a_refusal_names_the_command_that_tells_more(job_file: Path, said: str, 
     assert exit_code_of(caught.value) == 2
 
 
+def test_a_refusal_for_want_of_nodes_names_those_that_are_excluded(job_file: Path) -> None:
+    Exclusions(home(), "fake").add("n1", "Xid 79", time.time() + 60)
+    slurm = FakeSlurm(["n1"])
+    slurm.refuse["submit"] = "Batch job submission failed: Requested node configuration is not available"
+    with pytest.raises(SlurmUsageError, match=r"may not run on n1: .* node exclude NODE --remove permits a node"):
+        submitted(job_file, slurm)
+
+
 def test_no_answer_is_not_a_refusal(job_file: Path) -> None:
     slurm = FakeSlurm()
     slurm.unavailable = True

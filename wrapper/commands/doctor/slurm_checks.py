@@ -7,6 +7,7 @@ does not answer at all is reported only once.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from wrapper.job_files.registered import user_name
 from wrapper.job_folder import home
 from wrapper.launch.allocation import batch_script, find, job_id, no_kill_seen
 from wrapper.launch.batch_script import warning_would_be_lost
+from wrapper.slurm_tasks.exclusion_lists import to_avoid
 
 Check = Callable[[], Iterable[CheckResult]]
 
@@ -147,7 +149,11 @@ class SlurmChecks:
         yield from site.exit_codes(self._settings())
 
     def _submission(self) -> Iterable[CheckResult]:
-        yield from slurm_settings.submission(self._survey, self._wanted())
+        try:
+            avoided = to_avoid(self._slurm, self._slurm.cluster(), time.time())
+        except SlurmError:
+            avoided = ()  # as for resihp submit, which then excludes no node either
+        yield from slurm_settings.submission(self._survey, self._wanted(), avoided)
         yield from site.plugins(self._settings())
         yield from site.inherited(self._settings())
 

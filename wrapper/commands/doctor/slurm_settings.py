@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from slurm.errors import SlurmError, SlurmRefusedError
 from slurm.render import time_limit
 from wrapper.commands.doctor.machine import CheckResult
-from wrapper.commands.submit import ADVICE_ON_REFUSAL
+from wrapper.commands.submit import advice_on, exclude_option
 
 if TYPE_CHECKING:
     from slurm.client import Slurm
@@ -208,8 +208,9 @@ def partitions(partition_views: Sequence[PartitionView], wanted: str) -> Iterato
             yield CheckResult(check="partition", outcome="ok", text=f"{name}: nodes {kinds}; {idle} idle; {limit}")
 
 
-def submission(survey: Survey, configuration: Configuration) -> Iterator[CheckResult]:
-    """Check that Slurm would accept the job, or a small one without a job file. Submits nothing."""
+def submission(survey: Survey, configuration: Configuration, avoided: Sequence[str] = ()) -> Iterator[CheckResult]:
+    """Check that Slurm would accept the job, or a small one without a job file. Submits nothing. `avoided`: nodes that
+    the user's jobs avoid."""
     job, section = configuration.job, configuration.slurm
     nodes = job.nodes + section.spares
     seconds = TEST_JOB_TIME_S if job.time is None else job.time
@@ -223,14 +224,12 @@ def submission(survey: Survey, configuration: Configuration) -> Iterator[CheckRe
     for name in ("partition", "account", "qos", "constraint", "reservation"):
         if value := getattr(section, name):
             options.append(f"--{name}={value}")
+    options += [*section.extra, *exclude_option(section.extra, avoided)]
     try:
-        answer = survey.would_start([*options, *section.extra])
+        answer = survey.would_start(options)
     except SlurmRefusedError as error:
         refusal = str(error)
-        advice = next(
-            (advice_text for words, advice_text in ADVICE_ON_REFUSAL if words in refusal.lower()),
-            "sacctmgr show associations user=$USER",
-        )
+        advice = advice_on(refusal, options) or "sacctmgr show associations user=$USER"
         yield CheckResult(check="submission", outcome="failed", text=refusal, advice=advice)
     else:
         size = "one node" if nodes == 1 else f"{nodes} nodes"

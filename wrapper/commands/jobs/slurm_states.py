@@ -92,9 +92,9 @@ def _newest(rows: Iterable[Row]) -> Collection[Row]:
 
 
 def _may_run_again(row: Row) -> bool:
-    """Return whether Slurm may run the job again: the job requested that, or died in a way that Slurm may have
-    noticed."""
-    return bool(row["exit_code"] == REQUEUE_REQUESTED or row["state"] == "abnormal")
+    """Return whether Slurm may run the job again: the job requested that, or died in a way that Slurm may have noticed,
+    or was stopped, perhaps because somebody requeued it."""
+    return row["exit_code"] == REQUEUE_REQUESTED or row["state"] in ("abnormal", "cancelled")
 
 
 def _is_same_job(view: JobView, row: Row) -> bool:

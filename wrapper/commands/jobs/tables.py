@@ -49,6 +49,15 @@ def lines(rows: Sequence[Row], width: int | None, now: datetime | None = None) -
     return text_lines
 
 
+def _after_requeue(row: Row) -> str:
+    """Return what happens to an ended job that is in Slurm's queue again. A held job waits until it is released: an
+    administrator held it, or a prolog failed on its nodes."""
+    reason = one_line(row["slurm_reason"] or "pending")
+    if "held" in reason.lower():
+        return f"held by Slurm ({reason}): scontrol release {one_line(row['slurm_job'])}"
+    return f"runs again ({reason})"
+
+
 def _cells(row: Row, now: datetime) -> list[str]:
     state = one_line(row["state"])
     if row["stuck"]:
@@ -58,7 +67,7 @@ def _cells(row: Row, now: datetime) -> list[str]:
     if state == QUEUED:
         state += f" ({one_line(row['slurm_reason'])})" if row["slurm_reason"] else ""
     elif row["ended_at"] is not None and row["slurm_state"] == "pending":
-        state += f", runs again ({one_line(row['slurm_reason'] or 'pending')})"
+        state += f", {_after_requeue(row)}"
     elif row["slurm_state"] not in (None, "running"):
         state += f", Slurm: {one_line(row['slurm_state'])}"
     nodes = "-" if row["nodes"] is None else f"{row['nodes']} x {row['gpus_per_node']}"

@@ -20,6 +20,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from slurm.client import NodeView
+from slurm.drains.exclusions import Exclusions
 from slurm.limits import Limit
 from tests.slurm.fake_slurm import FakeSlurm
 from tests.slurm.fake_survey import SETTINGS, FakeSurvey, partition
@@ -31,6 +32,7 @@ from wrapper.commands.doctor import nodes as doctor_nodes
 from wrapper.commands.doctor.machine import CheckResult
 from wrapper.commands.doctor.nodes import PROBE_PREFIX, ClockCheck, NodeReport, judge, probe, read
 from wrapper.commands.doctor.slurm_checks import SlurmChecks
+from wrapper.job_folder import home
 
 
 def outcomes(findings: Iterable[CheckResult]) -> dict[str, str]:
@@ -410,6 +412,17 @@ def test_a_good_cluster(fresh_home: Path) -> None:
         ),
         "nodes": "skipped",
     }
+
+
+def test_the_job_is_tried_without_the_nodes_that_it_will_not_get(fresh_home: Path) -> None:
+    Exclusions(home(), "fake").add("n1", "Xid 79", time.time() + 60)
+    slurm, survey = FakeSlurm(["n1"]), FakeSurvey(operator=True)
+    asked(slurm, survey)
+    assert "--exclude=n1" in survey.options
+    survey.refusal = "Requested node configuration is not available"
+    (finding,) = [finding for finding in asked(slurm, survey) if finding.check == "submission"]
+    assert finding.outcome == "failed"
+    assert "may not run on n1: " in finding.advice
 
 
 def test_slurm_that_does_not_answer_is_said_once_and_is_no_health(fresh_home: Path) -> None:

@@ -57,6 +57,8 @@ class Allocation:
         self.tries: dict[str, int] = {}
         self.requests: dict[int, str] = {}
         """State of each replacement request according to the journal, by its number."""
+        self.turned_down = 0
+        """Number of requests that Slurm did not accept, and which therefore do not count."""
         self.instead: dict[int, str] = {}
         self.guests: dict[str, int] = {}
         """Nodes that were given to a replacement request, with the number of the request."""
@@ -223,6 +225,7 @@ class Allocation:
                     before != "joined" or entry.state in ("joined", "ended", "withdrawn"), f"{entry} after it joined"
                 )
                 self.requests[entry.replacement] = entry.state
+                self.turned_down += entry.state == "refused" and entry.slurm_job is None
             case PlanInEffect() | SlurmSaw():
                 pass
             case _:
@@ -262,7 +265,7 @@ class Allocation:
 
     def _check_request(self, entry: ReplacementAsked) -> None:
         job = self.world.controller.job
-        expect(len(self.requests) < self.world.scenario.replacements, f"{entry} is one too many")
+        expect(len(self.requests) - self.turned_down < self.world.scenario.replacements, f"{entry} is one too many")
         expect(entry.replacement == len(self.requests) + 1, f"{entry} after {len(self.requests)}")
         expect(entry.node in self.lost and entry.node not in self.guests, f"{entry} of a node that is not lost")
         rivals = [n for n, node in self.instead.items() if node == entry.node and self.requests[n] in RIVAL_STATES]

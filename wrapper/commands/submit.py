@@ -61,6 +61,10 @@ ADVICE_ON_REFUSAL = (
 """Words in sbatch's refusal, in lower case, each with advice: a command that shows more, and the setting to change."""
 
 
+CPU_OPTIONS = ("--cpus-per-gpu", "--cpus-per-task", "--mincpus", "--exclusive")
+"""Options of sbatch that say how many CPUs of a node a job needs."""
+
+
 class Submitted(NamedTuple):
     """Result of a submission: Slurm's ids (one for each job of a chain, none for a dry run), the batch script, and its
     path."""
@@ -159,6 +163,11 @@ def _check(configuration: Configuration, chain: int, notice: Callable[[str], Non
         raise ConfigurationError(
             f"[slurm] warning: {section.warning:g} s before the end of a job of {job.time:g} s leaves too little time "
             "to train; set time in [job] to more than twice that, or lower warning"
+        )
+    if not section.exclusive and not any(option.startswith(CPU_OPTIONS) for option in section.extra):
+        notice(
+            "[slurm] exclusive = false without a number of CPUs: most sites then give all workers of a node one CPU; "
+            "add, for example, \"--cpus-per-gpu=8\" to extra; sinfo -o '%P %c %G' lists the CPUs and GPUs of nodes"
         )
     if chain > 1 and not configuration.checkpoint.folder:
         raise ConfigurationError("--chain: jobs of a chain share their checkpoints; set folder in [checkpoint]")

@@ -30,6 +30,8 @@ RETRY_AFTER_S = 30.0
 """Seconds from a failed request to the next request; doubled after each further failure."""
 MAX_RETRY_AFTER_S = 600.0
 """Largest number of seconds from a failed request to the next one."""
+MAX_REFUSALS = 8
+"""Number of requests that Slurm may refuse to accept; with the pauses between them, they take 40 minutes."""
 
 
 def review(job: Job) -> None:
@@ -61,8 +63,7 @@ def _compare(job: Job) -> None:
         for request in coming:
             if request.state in ("asked", "pending"):
                 _let_go(job, request, "cancelled", "the job's time limit is too near")
-        allowed = max(0, job.settings.replacements - len(job.record.replacements))
-        if names := missing(job)[: min(lacking, allowed)]:
+        if names := missing(job)[: min(lacking, _requests_left(job))]:
             min_left = f"{job.settings.replacement_least_left_s / 60:.3g} min"
             _decline(
                 job, names, f"less than {min_left} is left until the job's time limit (slurm.replacement_min_left)"
@@ -71,7 +72,7 @@ def _compare(job: Job) -> None:
     needless = max(0, len(coming) - lacking)
     for request in [request for request in reversed(coming) if request.open][:needless]:
         _let_go(job, request, "cancelled", "no longer needed" if lacking else "the first layout is back")
-    wanted = min(lacking - len(coming), job.settings.replacements - len(job.record.replacements))
+    wanted = min(lacking - len(coming), _requests_left(job))
     if wanted > 0 and job.now >= job.maintenance.ask_after and (names := missing(job)[:wanted]):
         verdict = _worth(job)
         if verdict is None or not verdict.go:
@@ -81,6 +82,16 @@ def _compare(job: Job) -> None:
         job.maintenance.declined = ()
         for name in names:
             _ask(job, name, verdict.reason)
+
+
+def _requests_left(job: Job) -> int:
+    """Return how many further nodes the job may request. A request that Slurm did not accept costs nothing, but after
+    `MAX_REFUSALS` of them the next would be refused as well."""
+    requests = job.record.replacements.values()
+    refused = sum(request.state == "refused" and request.slurm_job is None for request in requests)
+    if refused >= MAX_REFUSALS:
+        return 0
+    return max(0, job.settings.replacements - (len(requests) - refused))
 
 
 def nodes_lacking(job: Job) -> int:

@@ -128,6 +128,13 @@ def test_a_job_that_is_to_end_is_not_requeued(job_file: Path) -> None:
     assert "#SBATCH --mem" not in script
 
 
+@pytest.mark.parametrize(("extra", "told"), [("--mem=4G", True), ("--cpus-per-gpu=8", False)])
+def test_a_part_of_a_node_needs_a_number_of_cpus(job_file: Path, extra: str, told: bool) -> None:
+    job_file.write_text(JOB + LAYOUT + f"[slurm]\nexclusive = false\nextra = ['{extra}']\n")
+    _, said = submitted(job_file, FakeSlurm(["n1"]))
+    assert any("give all workers of a node one CPU" in line for line in said) == told
+
+
 def test_an_expedited_requeue_is_asked_for_where_slurm_knows_it(job_file: Path) -> None:
     job_file.write_text(JOB + LAYOUT + "[slurm]\nrequeue = 'expedite'\n")
     slurm = FakeSlurm(version=(26, 5, 5))

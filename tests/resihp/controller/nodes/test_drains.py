@@ -11,6 +11,7 @@ import pytest
 
 from resihp.controller import Controller
 from resihp.controller import interface as api
+from resihp.controller.nodes import replacements
 from resihp.controller.nodes.replacements import LEAVING_S, RETRY_AFTER_S
 from resihp.controller.nodes.upkeep import DRAIN_PATIENCE_S
 from resihp.controller.planning import first_plan, next_plan
@@ -755,8 +756,21 @@ def test_where_devices_are_not_known_nobody_is_refused(first: str, newcomer: str
     assert job.all(NodeJoined)[-1].node == "n9"
 
 
+def test_a_request_that_slurm_does_not_accept_costs_none_of_the_allowance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A submission plugin may say no for a while. It is not asked for ever."""
+    monkeypatch.setattr(replacements, "MAX_REFUSALS", 3)
+    job = trained(replacements=1)
+    job.lose("n3")
+    job.train(2)
+    for number in (1, 2, 3):
+        assert len(job.all(ReplacementAsked)) == number
+        job.news(number, "refused", slurm_job=None)
+        job.train(RETRY_AFTER_S * 2 ** (number - 1) + 2)
+    assert len(job.all(ReplacementAsked)) == 3
+
+
 def test_a_request_that_comes_to_nothing_is_made_again_after_a_while() -> None:
-    job = trained(replacements=3)
+    job = trained(replacements=2)
     job.lose("n3")
     job.train(2)
     for number, pause_s in ((1, 30), (2, 60)):

@@ -206,13 +206,18 @@ class ReleaseAnswered(Event, frozen=True, kw_only=True):
 
 class ReplacementNews(Event, frozen=True, kw_only=True):
     """Slurm reports the state of a replacement request. The arrival of the node itself is reported by `AgentJoined`,
-    with the request's number as `lease`. `withdrawn`: somebody else cancelled its Slurm job."""
+    with the request's number as `lease`. `withdrawn`: somebody else cancelled its Slurm job.
+
+    `by_slurm`: Slurm has ended or suspended the job for a reason other than its node, which is then not to blame for
+    its loss.
+    """
 
     replacement: int
     state: Literal["pending", "running", "refused", "ended", "withdrawn"]
     slurm_job: str | None
     node: str | None
     text: str
+    by_slurm: bool = False
 
 
 class SlurmSees(Event, frozen=True, kw_only=True):

@@ -39,6 +39,8 @@ a job without a limit."""
 WAITING_STATES = ("pending", "configuring", "requeued", "requeue_fed", "requeue_hold", "special_exit", "resv_del_hold")
 """States in which no agent can be running; in `configuring`, the nodes are known but still booting."""
 
+SUSPENDED_STATES = ("suspended", "stopped")
+
 _log = logging.getLogger("slurm")
 
 Submit = Callable[[ReplacementJob, Mapping[str, str]], str]
@@ -59,6 +61,7 @@ class PendingReplacement:
     reasons: set[str] = field(default_factory=set)
     """Reasons for waiting that were already reported."""
     cancelled: bool = False
+    suspended: bool = False
 
 
 class Replacements:
@@ -257,9 +260,16 @@ class Replacements:
         request: PendingReplacement,
         state: Literal["pending", "running", "refused", "ended", "withdrawn"],
         text: str,
+        *,
+        by_slurm: bool = False,
     ) -> api.ReplacementNews:
         return api.ReplacementNews(
-            replacement=request.number, state=state, slurm_job=request.slurm_job, node=request.node, text=text
+            replacement=request.number,
+            state=state,
+            slurm_job=request.slurm_job,
+            node=request.node,
+            text=text,
+            by_slurm=by_slurm,
         )
 
     def _name_of(self, number: int) -> str:
@@ -308,9 +318,14 @@ class Replacements:
         if view is None or not view.active:
             request.state = "over"
             if view is not None and meaning_of(view) == "cancelled":
-                return [self._news(request, "withdrawn", "its Slurm job was cancelled")]
+                return [self._news(request, "withdrawn", "its Slurm job was cancelled", by_slurm=True)]
             text = "Slurm does not know the job any more" if view is None else f"the job is {view.state}"
-            return [self._news(request, "ended", text)]
+            by_slurm = view is not None and meaning_of(view) in ("time-limit", "preempted")
+            return [self._news(request, "ended", text, by_slurm=by_slurm)]
+        was_suspended, request.suspended = request.suspended, view.state in SUSPENDED_STATES
+        if request.suspended != was_suspended:
+            text = "its Slurm job is suspended" if request.suspended else ""
+            return [self._news(request, "running", text, by_slurm=request.suspended)]
         state: Literal["pending", "running"] = "pending"
         if view.state not in WAITING_STATES and view.nodes:
             state, request.node = "running", view.nodes[0]

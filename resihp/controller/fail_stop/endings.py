@@ -173,7 +173,7 @@ def _advice(job: Job, newest: int) -> str:
 
 
 def _end_once_decided(job: Job, exit_code: int, reason: str, requeue: bool = False) -> None:
-    """End the job once it is decided what to do about the nodes that have failed, in `COINCIDENCE_S` seconds at most.
+    """End the job once it is decided what to do about the nodes that have failed, which takes some seconds.
     Otherwise the next run could get the same nodes again. A new supervisor to which no agent has returned ends the job
     at once, because it cannot know which nodes are lost."""
     if job.stage == "closing":

@@ -8,7 +8,7 @@ at the end of each event, by `endings` before a job ends because of its nodes, a
 from __future__ import annotations
 
 from resihp.controller import interface as api
-from resihp.controller.nodes import measures
+from resihp.controller.nodes import measures, replacements
 from resihp.controller.nodes.measures import Decision
 from resihp.controller.state.job import Job
 from resihp.controller.state.requests import COINCIDENCE_S
@@ -41,9 +41,11 @@ def are_undecided(job: Job) -> bool:
 
 
 def _is_due(job: Job, verdict: Verdict) -> bool:
-    """Return whether `COINCIDENCE_S` seconds have passed since a node's failure. Until then other nodes that were lost
-    at the same time may turn up, and then no node is to blame."""
-    return job.now - job.maintenance.found_at[verdict.node] >= COINCIDENCE_S
+    """Return whether enough time has passed since a node's failure to learn of a cause outside of it: other nodes that
+    were lost at the same time, or, for the node of a replacement, the end of its own Slurm job."""
+    is_guest = verdict.node in replacements.guests(job)
+    wait_s = replacements.SLURM_SAYS_S if is_guest else COINCIDENCE_S
+    return job.now - job.maintenance.found_at[verdict.node] >= wait_s
 
 
 def _decide(job: Job, verdict: Verdict, decision: Decision) -> None:
@@ -100,6 +102,8 @@ def _decision(job: Job, verdict: Verdict) -> Decision | None:
     if verdict.node == job.settings.batch_node or job.excused(verdict.node, job.maintenance.found_at[verdict.node]):
         return None
     if any(drain.node == verdict.node for drain in record.drains.values()):
+        return None
+    if not verdict.hardware and replacements.was_taken_by_slurm(job, verdict.node):
         return None
     lost_node = record.lost.get(verdict.node)
     return measures.decide(

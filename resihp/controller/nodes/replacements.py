@@ -26,6 +26,8 @@ JOINING_S = 10.0
 """Estimated seconds from a node's arrival until its processes are ready. Training goes on meanwhile."""
 LEAVING_S = 60.0
 """Seconds that the Slurm job of a node that left in order may take to end."""
+SLURM_SAYS_S = 10.0
+"""Seconds that Slurm has to say what became of the Slurm job of a replacement whose node was lost."""
 RETRY_AFTER_S = 30.0
 """Seconds from a failed request to the next request; doubled after each further failure."""
 MAX_RETRY_AFTER_S = 600.0
@@ -49,10 +51,17 @@ def review(job: Job) -> None:
 
 def _is_gone(job: Job, name: str) -> bool:
     """Return whether the Slurm job of a replacement's node is to be ended. A node that left in order ends it by itself,
-    and Slurm then knows why it ended; it is given `LEAVING_S` for that."""
+    within `LEAVING_S`. For any other, Slurm has `SLURM_SAYS_S` to say that the job has ended already, and why."""
     if job.nodes[name].alive:
         return False
-    return job.record.lost[name].how != "vacated" or job.now - job.maintenance.releases[name].lost_at > LEAVING_S
+    patience_s = LEAVING_S if job.record.lost[name].how == "vacated" else SLURM_SAYS_S
+    return job.now - job.maintenance.releases[name].lost_at > patience_s
+
+
+def was_taken_by_slurm(job: Job, name: str) -> bool:
+    """Return whether Slurm, not its node, ended or suspended the Slurm job of a replacement."""
+    withdrawn = (request.node for request in job.record.replacements.values() if request.state == "withdrawn")
+    return name in job.maintenance.taken_by_slurm or name in withdrawn
 
 
 def _compare(job: Job) -> None:
@@ -178,6 +187,9 @@ def news(job: Job, event: api.ReplacementNews) -> None:
     """Handle Slurm's report on a request. A request that is over stays over, and a request with a joined node can only
     end."""
     request = job.record.replacements.get(event.replacement)
+    if request is not None and request.node is not None:
+        taken = job.maintenance.taken_by_slurm
+        (taken.add if event.by_slurm else taken.discard)(request.node)
     if request is None or not (request.open or request.state == "joined"):
         return
     if request.state == "joined" and event.state == "refused":

@@ -41,8 +41,11 @@ def review(job: Job) -> None:
     if not job.settings.slurm or job.stage == "ended":
         return
     lost_nodes, job.maintenance.unwatched = job.maintenance.unwatched, []
+    guests = replacements.guests(job) if lost_nodes else set()
     for name in lost_nodes:
         job.do(api.WatchNode(node=name))
+        if name in guests:  # Slurm may have ended or suspended its Slurm job
+            job.do(api.WatchReplacements())
         if job.settings.replacements:  # the worth of a replacement depends on the time left
             job.do(api.AskTimeLeft())
     if job.stage == "gathering":
@@ -153,8 +156,6 @@ def _leave(job: Job, name: str) -> None:
         reason, because = f"released because an administrator drains it: {drained}", "it is drained"
     failures.leave_node(job, NodeLost(node=name, reason=reason, how="vacated"))
     job.say("notice", f"node {name}: released and given back, because {because}")
-    if name in replacements.guests(job):
-        job.do(api.WatchReplacements())
 
 
 def _release(job: Job) -> None:

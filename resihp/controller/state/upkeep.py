@@ -39,6 +39,8 @@ class NodeMaintenance:
     """Seconds from each of this supervisor's requests to the arrival of the node."""
     ending: set[str] = field(default_factory=set)
     """Nodes of replacements whose own Slurm job is ending, which their agents were told by a signal."""
+    taken_by_slurm: set[str] = field(default_factory=set)
+    """Nodes of replacements whose own Slurm job was ended or suspended for a reason other than the node."""
     kept: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Nodes that an administrator drains but that the layout needs, with Slurm's (state, reason) at the time of that
     decision."""

@@ -670,6 +670,32 @@ def test_a_request_that_slurm_has_ended_is_over(desk: Desk, state: str) -> None:
     assert [(e.state, e.text) for e in desk.of(api.ReplacementNews)][-1] == ("ended", f"the job is {state}")
 
 
+@pytest.mark.parametrize(
+    ("state", "by_slurm"), [("timeout", True), ("preempted", True), ("cancelled", True), ("node_fail", False)]
+)
+def test_whether_slurm_took_a_replacement_away_is_told(desk: Desk, state: str, by_slurm: bool) -> None:
+    desk.ask()
+    desk.slurm.start("1", "n5")
+    desk.wait(20)
+    desk.slurm.finish("1", state)
+    desk.do(api.WatchReplacements())
+    (ended,) = [e for e in desk.of(api.ReplacementNews) if e.state in ("ended", "withdrawn")]
+    assert ended.by_slurm == by_slurm
+    assert (ended.state == "withdrawn") == (state == "cancelled")
+
+
+def test_a_replacement_that_slurm_suspends_and_resumes_is_told_at_once(desk: Desk) -> None:
+    desk.ask()
+    desk.slurm.start("1", "n5")
+    desk.wait(20)
+    for state in ("suspended", "suspended", "running"):
+        desk.slurm.set_job("1", state=state)
+        desk.wait(2)
+        desk.do(api.WatchReplacements())
+    told = [event.by_slurm for event in desk.of(api.ReplacementNews) if event.state == "running"]
+    assert told == [False, True, False]
+
+
 def test_a_node_that_came_is_looked_at_with_the_others_and_may_be_drained(tmp_path: Path) -> None:
     desk = Desk(tmp_path, operator=True)
     desk.ask()

@@ -866,6 +866,38 @@ def test_a_replacement_whose_slurm_job_ends_leaves_between_two_iterations_and_no
     assert not any("the job goes on" in action.text for action in job.asked(api.Say))
 
 
+def taken(job: Job, state: Any) -> None:
+    """Slurm says that it ended or suspended the Slurm job of n9."""
+    job.feed(api.ReplacementNews(replacement=1, state=state, slurm_job="17", node="n9", text="so it is", by_slurm=True))
+
+
+@pytest.mark.parametrize(
+    ("state", "asked"), [("running", ["n3", "n3"]), ("ended", ["n3", "n3"]), ("withdrawn", ["n3"])]
+)
+def test_a_replacement_that_slurm_takes_away_without_notice_is_not_blamed(state: str, asked: list[str]) -> None:
+    """Suspended (`running`), preempted, or cancelled: with control groups, Slurm kills all at once."""
+    job = replaced(replacements=3)
+    job.lose("n9")
+    assert len(job.asked(api.WatchReplacements)) == 1
+    taken(job, state)
+    job.train(60)
+    assert [entry.node for entry in job.all(DrainDecided)] == ["n3"]
+    assert [entry.node for entry in job.all(DrainWaived)] == ["n9"]
+    assert [entry.node for entry in job.all(ReplacementAsked)] == asked
+
+
+def test_a_replacement_that_dies_is_blamed_unless_slurm_says_otherwise_soon() -> None:
+    job = replaced(replacements=3)
+    taken(job, "running")
+    job.news(1, "running", node="n9")  # resumed
+    job.lose("n9")
+    job.train(8)
+    assert [entry.node for entry in job.all(DrainDecided)] == ["n3"]
+    job.train(4)
+    assert [entry.node for entry in job.all(DrainDecided)] == ["n3", "n9"]
+    assert [action.replacement for action in job.asked(api.CancelReplacement)] == [1]
+
+
 def test_a_replacement_is_kept_when_the_whole_job_is_about_to_end_as_well() -> None:
     """Its limit is the job's, so the job is warned, too: another layout would not pay for its change."""
     job = replaced()

@@ -57,7 +57,7 @@ PREEMPTION_FORMAT = format_of(_PREEMPTION_FIELDS)
 _NODE_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252}[A-Za-z0-9_])?", re.ASCII)
 JOB_ID = re.compile(r"[0-9]{1,10}(?:[_+][0-9]{1,10})?", re.ASCII)
 """A job's number. `_` precedes the index of an array element, `+` the number of a component of a heterogeneous job."""
-PARTITIONS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,-]{0,1023}", re.ASCII)
+PARTITION_LIST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,-]{0,1023}", re.ASCII)
 """Names of partitions, separated by commas."""
 _BLANKS = re.compile(r"\s*,\s*")
 NODE_LIST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._,\[\]-]*[A-Za-z0-9_\]])?", re.ASCII)

@@ -55,4 +55,4 @@ def test_a_job_that_cannot_do_without_the_node_gets_it_again(cluster: MakeCluste
     desk.pace(0.0)
     desk.start_again(job)
     assert desk.wait(job) == ("COMPLETED", "0:0"), desk.output(job)
-    assert "its next run may get n2 again: it needs 2 nodes, and only 1 others of their kind" in desk.output(job)
+    assert "its next run may get n2 again: it needs 2 nodes, and without them only 1 of their kind" in desk.output(job)

@@ -20,7 +20,7 @@ import msgspec
 from slurm import releases
 from slurm.client import Gres, JobRequest, JobView, NodeChoice, NodeView, sanitised
 from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
-from slurm.parse import JOB_ID, NODE_LIST, PARTITIONS, is_node, node_list
+from slurm.parse import JOB_ID, NODE_LIST, PARTITION_LIST, is_node, node_list
 
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?", re.ASCII)
 _PART = re.compile(r"([^\[\],]+)(?:\[([0-9,-]+)\])?", re.ASCII)
@@ -128,7 +128,7 @@ class FakeSlurm:
     def partition_nodes(self, partition: str) -> Mapping[str, NodeView]:
         with self._lock:
             self._called("partition_nodes")
-            if not PARTITIONS.fullmatch(partition):
+            if not PARTITION_LIST.fullmatch(partition):
                 raise SlurmRefusedError(f"partition {partition!a}: no partition has such a name")
             self._answer()
             return {

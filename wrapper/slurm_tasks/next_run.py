@@ -29,11 +29,11 @@ def exclude_bad_nodes(request: RunRequest, slurm: Slurm, say: Callable[[str], No
     try:
         avoided = set(exclusion_lists.to_avoid(slurm, main.cluster, now, here))
         choice = slurm.node_choice(main.job_id)
-        before = set(choice.excluded)
-        excluded = avoided | (before - _no_longer_avoided(Exclusions(here, main.cluster), main.job_id, now))
-        if excluded == before:
+        excluded_before = set(choice.excluded)
+        excluded = avoided | (excluded_before - _no_longer_avoided(Exclusions(here, main.cluster), main.job_id, now))
+        if excluded == excluded_before:
             return
-        names = ", ".join(sorted(excluded - before)) or names
+        names = ", ".join(sorted(excluded - excluded_before)) or names
         if obstacle := _obstacle(request, main, slurm, choice, excluded):
             say(f"job {main.job_id}: its next run may get {names} again: {obstacle}")
             return
@@ -55,13 +55,15 @@ def _obstacle(
         return f"it was submitted for {', '.join(requested)} by name"
     if choice.contiguous:
         return "it was submitted for contiguous nodes"
-    asked = slurm.request(main.job_id)
-    if asked.reservation:
-        return f"it runs in the reservation {asked.reservation}"
-    own = request.settings.node_names
-    others = alike(slurm.partition_nodes(asked.partition or main.partition), own).difference(excluded)
-    if len(others) < len(own):
-        return f"it needs {count_of(len(own), 'node')}, and only {len(others)} others of their kind are in order"
+    job_request = slurm.request(main.job_id)
+    if job_request.reservation:
+        return f"it runs in the reservation {job_request.reservation}"
+    own_nodes = request.settings.node_names
+    partition_views = slurm.partition_nodes(job_request.partition or main.partition)
+    other_nodes = alike(partition_views, own_nodes).difference(excluded)
+    if len(other_nodes) < len(own_nodes):
+        needed = count_of(len(own_nodes), "node")
+        return f"it needs {needed}, and without them only {len(other_nodes)} of their kind are in order"
     return ""
 
 
@@ -70,12 +72,12 @@ def _no_longer_avoided(exclusions: Exclusions, job_id: str, now: float) -> set[s
     return {item.node for item in exclusions.known() if item.job_id == job_id and item.expires_at <= now}
 
 
-def alike(views: Mapping[str, NodeView], own: Collection[str]) -> set[str]:
-    """Return the names of the usable nodes that have the same CPUs, memory, GPUs and features as some node in `own`.
-    Nodes that a reservation holds for others do not count."""
-    kinds = {_kind(views[name]) for name in own if name in views}
-    held = {"maint", "reserved"}
-    return {name for name, view in views.items() if view.usable and not view.flags & held and _kind(view) in kinds}
+def alike(views: Mapping[str, NodeView], samples: Collection[str]) -> set[str]:
+    """Return the names of the usable nodes that have the same CPUs, memory, GPUs and features as some node in
+    `samples`. Nodes that a reservation holds for others do not count."""
+    kinds = {_kind(views[name]) for name in samples if name in views}
+    reserved = {"maint", "reserved"}
+    return {name for name, view in views.items() if view.usable and not view.flags & reserved and _kind(view) in kinds}
 
 
 def _kind(view: NodeView) -> tuple[int, int, int, frozenset[str]]:

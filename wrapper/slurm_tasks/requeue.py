@@ -149,11 +149,11 @@ def _deferring_term() -> Iterator[Callable[[], bool]]:
     """Let SIGTERM end neither this process nor the commands that it starts, which inherit the mask; yield a function
     that tells whether SIGTERM has arrived. At the end, a SIGTERM that has arrived is forgotten."""
     noted: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: noted.append(number))  # if another thread receives it
+    handler = signal.signal(signal.SIGTERM, lambda number, _: noted.append(number))  # if another thread receives it
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield lambda: bool(noted) or signal.SIGTERM in signal.sigpending()
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler)

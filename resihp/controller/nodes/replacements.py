@@ -188,8 +188,10 @@ def news(job: Job, event: api.ReplacementNews) -> None:
     end."""
     request = job.record.replacements.get(event.replacement)
     if request is not None and request.node is not None:
-        taken = job.maintenance.taken_by_slurm
-        (taken.add if event.by_slurm else taken.discard)(request.node)
+        if event.by_slurm:
+            job.maintenance.taken_by_slurm.add(request.node)
+        else:
+            job.maintenance.taken_by_slurm.discard(request.node)
     if request is None or not (request.open or request.state == "joined"):
         return
     if request.state == "joined" and event.state == "refused":

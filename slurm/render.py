@@ -31,11 +31,18 @@ def template(name: str) -> str:
 
 
 def render(
-    text: str, directives: Directives, command: Sequence[str], *, title: str, exports: Mapping[str, str] | None = None
+    text: str,
+    directives: Directives,
+    command: Sequence[str],
+    *,
+    title: str,
+    setup: Sequence[str] = (),
+    exports: Mapping[str, str] | None = None,
 ) -> str:
     """Return the template `text` with these directives. Directives that it lacks are added; its other directives stay.
 
-    `command` replaces the template's command, and `exports` its environment variables. `title` becomes a comment.
+    `command` replaces the template's command, and `exports` its environment variables. `setup`: lines of shell before
+    both. `title` becomes a comment.
     Raises SlurmUsageError for a value that a batch script cannot contain.
     """
     remaining = dict(directives)
@@ -46,9 +53,11 @@ def render(
             block += [_line(name, value, None) for name, value in remaining.items()]
         kept = [line for line in block if line is not None]
         lines += [*comments, *kept] if kept else []
-    lines += ["", *(f"export {_variable(name)}={shlex.quote(value)}" for name, value in (exports or {}).items())]
-    if exports:
-        lines.append("")
+    prepared = [
+        *(_one_line(line) for line in setup),
+        *(f"export {_variable(name)}={shlex.quote(_one_line(value))}" for name, value in (exports or {}).items()),
+    ]
+    lines += ["", *prepared, ""] if prepared else [""]
     lines.append(f"exec {shlex.join(_one_line(argument) for argument in command)}")
     return "\n".join(lines) + "\n"
 
@@ -101,7 +110,7 @@ def _one_line(text: str) -> str:
 
 
 def _variable(name: str) -> str:
-    if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise SlurmUsageError(f"{name[:40]!a}: not a name of an environment variable")
     return name
 

@@ -71,6 +71,7 @@ class PartitionRules(msgspec.Struct, frozen=True, kw_only=True):
     seconds_of_grace: int
     preempt_mode: str
     qos: str
+    min_nodes: int = 1
 
 
 class Survey(Protocol):
@@ -290,7 +291,7 @@ def rules(output: bytes, partition: str) -> PartitionRules:
     fields = dict(_RULE.findall(output.decode("utf-8", "replace")))
     if fields.get("PartitionName") != partition:
         raise SlurmOutputError(f"slurm: scontrol show partition {partition} returned another partition")
-    most, grace = fields.get("MaxNodes", "UNLIMITED"), fields.get("GraceTime", "0")
+    most, grace, least = fields.get("MaxNodes", "UNLIMITED"), fields.get("GraceTime", "0"), fields.get("MinNodes", "0")
     return PartitionRules(
         name=partition,
         max_nodes=int(most) if most.isdigit() else None,
@@ -298,6 +299,7 @@ def rules(output: bytes, partition: str) -> PartitionRules:
         seconds_of_grace=int(grace) if grace.isdigit() else 0,
         preempt_mode=fields.get("PreemptMode", "").lower(),
         qos="" if fields.get("QoS", "N/A") == "N/A" else fields["QoS"],
+        min_nodes=max(1, int(least)) if least.isdigit() else 1,
     )
 
 

@@ -83,6 +83,8 @@ def of_slurm(
         partition=section.partition or given.partition,
         account=section.account or given.account,
         qos=section.qos or given.qos,
+        replacement_partition=section.replacement_partition,
+        replacement_qos=section.replacement_qos,
         constraint=section.constraint,
         reservation=section.reservation or given.reservation,
         extra=section.extra,

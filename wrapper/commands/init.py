@@ -262,8 +262,11 @@ gpus_per_node = {wanted.gpus_per_node}
 # memory_per_device = "80GB"
 # Time limit of each run. The job is requeued and resumes until training is done.
 time = {_toml(_duration(seconds))}
-# Name of the job in Slurm.
-name = {_toml(default.job.name)}
+# Name of the job in Slurm; default: the script's.
+# name = "gpt-7b"
+# Lines of the batch script before the job starts, and environment variables of all its processes.
+# setup = ["module load cuda"]
+# environment = ["NCCL_DEBUG=INFO"]
 # Command of each worker: a Python script or module, or any other command.
 command = {_toml(list(wanted.command))}
 

@@ -115,7 +115,7 @@ def script_of(configuration: Configuration, job_file: Path, chain: int) -> str:
     name = "chain" if chain > 1 else "spares" if section.spares else "nodes" if nodes > 1 else "one-node"
     requeue = section.on_warning == "requeue" or chain > 1
     directives: dict[str, str | bool] = {
-        "job-name": job.name,
+        "job-name": name_of(configuration),
         "nodes": str(nodes),
         "gpus-per-node": f"{section.gpu_type}:{job.gpus_per_node}" if section.gpu_type else str(job.gpus_per_node),
         "time": False if job.time is None else render.time_limit(job.time),
@@ -142,8 +142,22 @@ def script_of(configuration: Configuration, job_file: Path, chain: int) -> str:
         directives,
         command,
         title=f"Written by resihp submit, from {job_file.name}",
-        exports={"RESIHP_SLURM__ON_WARNING": "end"} if chain > 1 else None,
+        setup=job.setup,
+        exports=dict(assignment.split("=", 1) for assignment in job.environment)
+        | ({"RESIHP_SLURM__ON_WARNING": "end"} if chain > 1 else {}),
     )
+
+
+def name_of(configuration: Configuration) -> str:
+    """Return the job's name in Slurm: the configured one, or else that of the training script."""
+    job = configuration.job
+    if job.name:
+        return job.name
+    script = next((argument for argument in job.command if argument.endswith(".py")), "")
+    if not script and "-m" in job.command[:-1]:
+        script = job.command[job.command.index("-m") + 1]
+    stem = Path(script or (job.command[0] if job.command else "")).name.removesuffix(".py")
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", stem).lstrip("-") or "resihp"
 
 
 def _resihp() -> list[str]:
@@ -204,7 +218,7 @@ def _keep(configuration: Configuration, job_file: Path, chain: int) -> Path:
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         place.mkdir(mode=0o700, exist_ok=True)
         check_folder(place)  # Slurm runs the script in this folder as this user
-        folder = Path(tempfile.mkdtemp(prefix=f"{configuration.job.name.replace('/', '-')}-", dir=place))
+        folder = Path(tempfile.mkdtemp(prefix=f"{name_of(configuration).replace('/', '-')}-", dir=place))
         write_private(folder / "job.toml", job_file.read_bytes())  # the URL of the ledger may contain a password
         write_private(folder / "job.sbatch", script_of(configuration, folder / "job.toml", chain).encode())
     except OSError as error:
@@ -257,7 +271,7 @@ def _sbatch(client: Slurm, script: Path, job_file: Path, configuration: Configur
     except SlurmUnavailableError as error:
         raise SlurmUnavailableError(
             f"{job_file}: {error}; the job may have been submitted anyway, "
-            f"check with squeue --me --name={configuration.job.name}"
+            f"check with squeue --me --name={name_of(configuration)}"
         ) from None
 
 

@@ -48,6 +48,8 @@ class SlurmRequest(msgspec.Struct, frozen=True, kw_only=True):
     partition: str = ""
     account: str = ""
     qos: str = ""
+    replacement_partition: str = ""
+    replacement_qos: str = ""
     constraint: str = ""
     reservation: str = ""
     extra: tuple[str, ...] = ()

@@ -73,8 +73,14 @@ class JobSection(Section):
     successfully. Then they are ended, with exit code 1. A process is idle while neither it nor any process that it
     started uses a processor, waits for a disk or writes. A process that only waits for something remote, such as
     `sbatch --wait` or the end of an upload, counts as idle: for such scripts set a longer time, or `never`."""
-    name: Annotated[str, AfterValidator(values.plain)] = "resihp"
-    """Name of the job in Slurm. Jobs of a chain share it."""
+    name: Annotated[str, AfterValidator(values.plain_or_none)] = ""
+    """Name of the job in Slurm. Jobs of a chain share it. If left out, the name of the training script."""
+    setup: tuple[Annotated[str, AfterValidator(values.shell_line)], ...] = ()
+    """Lines of the batch script before the job starts, as `module load cuda` or `ulimit -l unlimited`. What they put
+    into the environment reaches agents and workers, also on replacement nodes."""
+    environment: tuple[Annotated[str, AfterValidator(values.assignment)], ...] = ()
+    """Environment variables of agents and workers, as `NCCL_DEBUG=INFO`; set after `setup`. Not for passwords: the
+    batch script is stored by Slurm."""
 
 
 class LayoutSection(Section):
@@ -182,6 +188,11 @@ class SlurmSection(Section):
 
     partition: Plain = ""
     """Partition of the job, and of nodes that replace lost ones; Slurm's default if left out."""
+    replacement_partition: Plain = ""
+    """Partition of nodes that replace lost ones, where the job's own partition has a minimum size; `partition` if left
+    out."""
+    replacement_qos: Plain = ""
+    """The same for their quality of service; `qos` if left out."""
     account: Plain = ""
     """Account that Slurm charges."""
     qos: Plain = ""

@@ -79,6 +79,30 @@ def plain(name: str) -> str:
     return name
 
 
+def plain_or_none(name: str) -> str:
+    """As `plain`, but the name may be empty. Raises ValueError."""
+    return plain(name) if name else name
+
+
+def shell_line(text: str) -> str:
+    """Return the text if it can be a line of a batch script. Raises ValueError."""
+    if not text.isprintable() or text.lstrip().startswith("#"):
+        raise ValueError("must be one line of shell, without control characters, and no comment")
+    return text
+
+
+_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=[^\x00-\x1f\x7f]*")
+
+
+def assignment(text: str) -> str:
+    """Return the text if it is an assignment such as `NCCL_DEBUG=INFO`. Raises ValueError."""
+    if not _ASSIGNMENT.fullmatch(text):
+        raise ValueError("must be NAME=VALUE, as NCCL_DEBUG=INFO, on one line")
+    if text.startswith(("SLURM_", "RESIHP_")):
+        raise ValueError("variables of Slurm and of resihp cannot be set here; use the keys of the job file")
+    return text
+
+
 def features(text: str) -> str:
     """Return the text if it is a constraint in sbatch's syntax, such as `a100&nvlink`. Raises ValueError."""
     if not _FEATURES.fullmatch(text) or text.startswith("-"):

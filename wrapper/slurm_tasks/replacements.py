@@ -223,9 +223,9 @@ class Replacements:
         """Return the main job's request, with the settings that override it. Raises SlurmError."""
         main = self._main
         settings = {
-            "partition": main.partition,
+            "partition": main.replacement_partition or main.partition,
             "account": main.account,
-            "qos": main.qos,
+            "qos": main.replacement_qos or main.qos,
             "constraint": main.constraint,
             "reservation": main.reservation,
         }

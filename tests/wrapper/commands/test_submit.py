@@ -13,7 +13,8 @@ from resihp.errors import ConfigurationError, LayoutError, ResihpError, UsageErr
 from slurm.drains.exclusions import Exclusions
 from slurm.errors import SlurmUnavailableError, SlurmUsageError
 from tests.slurm.fake_slurm import FakeSlurm
-from wrapper.commands.submit import submit
+from wrapper.commands.submit import name_of, submit
+from wrapper.config.schema import Configuration
 from wrapper.exit_codes import exit_code_of
 from wrapper.job_folder import home
 
@@ -135,6 +136,49 @@ def test_a_part_of_a_node_needs_a_number_of_cpus(job_file: Path, extra: str, tol
     assert any("give all workers of a node one CPU" in line for line in said) == told
 
 
+def test_setup_and_environment_come_before_the_command(job_file: Path) -> None:
+    job_file.write_text(
+        JOB + "setup = ['module load cuda/12', 'ulimit -l unlimited']\n"
+        "environment = ['NCCL_DEBUG=INFO', \"GREETING=it's two words\"]\n" + LAYOUT
+    )
+    script = submit(job_file, dry_run=True, chain=1, slurm=unreachable, notice=pytest.fail).script
+    before, _, command = script.rstrip("\n").rpartition("\n")
+    assert before.endswith(
+        "\n\nmodule load cuda/12\nulimit -l unlimited\nexport NCCL_DEBUG=INFO\nexport GREETING='it'\"'\"'s two words'\n"
+    )
+    assert command.startswith("exec ")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("setup", "a\\nb", "one line of shell"),
+        ("setup", "#SBATCH --nodes=9", "no comment"),
+        ("environment", "NCCL_DEBUG", "NAME=VALUE"),
+        ("environment", "SLURM_JOB_ID=3", "cannot be set here"),
+        ("environment", "A-B=3", "NAME=VALUE"),
+    ],
+)
+def test_lines_that_would_spoil_the_script_are_refused(job_file: Path, key: str, value: str, words: str) -> None:
+    job_file.write_text(JOB + f'{key} = ["{value}"]\n' + LAYOUT)
+    with pytest.raises(ConfigurationError, match=words):
+        submit(job_file, dry_run=True, chain=1, slurm=unreachable, notice=pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["python", "train gpt.py", "--x", "other.py"], "train_gpt"),
+        (["python", "-m", "my.training"], "my.training"),
+        (["./run.sh"], "run.sh"),
+    ],
+)
+def test_a_job_is_named_after_its_script(job_file: Path, command: list[str], name: str) -> None:
+    named = Configuration.model_validate({"job": {"command": command}})
+    assert name_of(named) == name
+    assert name_of(Configuration.model_validate({"job": {"command": command, "name": "gpt"}})) == "gpt"
+
+
 def test_an_expedited_requeue_is_asked_for_where_slurm_knows_it(job_file: Path) -> None:
     job_file.write_text(JOB + LAYOUT + "[slurm]\nrequeue = 'expedite'\n")
     slurm = FakeSlurm(version=(26, 5, 5))
@@ -159,7 +203,7 @@ def test_the_script_of_a_submitted_job_stays_with_a_copy_of_its_file(job_file: P
     assert told[0] == f"submitted job {job_id}: 4 nodes of 2 GPUs; script {script}"
     here = job_file.parent
     assert told[1] == (
-        f"output: {here}/resihp-{job_id}.out; once it runs, its folder is {here}/home/jobs/{job_id}, "
+        f"output: {here}/train-{job_id}.out; once it runs, its folder is {here}/home/jobs/{job_id}, "
         f"with logs in {here}/home/jobs/{job_id}/logs"
     )
     assert told[2] == (
@@ -263,6 +307,6 @@ def test_no_answer_is_not_a_refusal(job_file: Path) -> None:
     slurm = FakeSlurm()
     slurm.unavailable = True
     with pytest.raises(
-        SlurmUnavailableError, match="may have been submitted anyway, check with squeue --me --name=resihp"
+        SlurmUnavailableError, match="may have been submitted anyway, check with squeue --me --name=train"
     ):
         submitted(job_file, slurm)

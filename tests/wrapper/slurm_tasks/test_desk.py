@@ -706,6 +706,16 @@ def test_a_node_that_came_is_looked_at_with_the_others_and_may_be_drained(tmp_pa
     assert desk.slurm.node_views["n5"].draining
 
 
+def test_a_replacement_may_be_asked_for_in_another_partition(desk: Desk) -> None:
+    assert desk.request.slurm is not None
+    slurm = msgspec.structs.replace(desk.request.slurm, replacement_partition="single", replacement_qos="short")
+    desk.request = msgspec.structs.replace(desk.request, slurm=slurm)
+    desk.another()
+    desk.ask()
+    (wanted,) = desk.submitted
+    assert (wanted.asked.partition, wanted.asked.qos) == ("single", "short")
+
+
 def test_a_refused_submission_is_told(desk: Desk) -> None:
     desk.trouble = [SlurmRefusedError("invalid partition")]
     assert desk.ask()[-1] == api.ReplacementNews(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from resihp.words import count_of
-from wrapper.commands.doctor.machine import CheckResult
+from wrapper.commands.doctor.machine import CheckResult, Outcome
 from wrapper.exit_codes import EXIT_CODES, REQUEUE_REQUESTED
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     replacements: int
     particular: bool
     """Whether the job restricts its nodes by features, GPU type or names."""
+    replaced_elsewhere: bool = False
+    """Whether replacements are requested in another partition."""
 
     @property
     def gpus(self) -> int:
@@ -50,6 +52,7 @@ def requested_resources(configuration: Configuration) -> Wanted:
         seconds=job.time,
         warning_s=section.warning,
         replacements=section.replacements,
+        replaced_elsewhere=section.replacement_partition not in ("", section.partition),
         particular=bool(section.constraint or section.gpu_type)
         or any(option.startswith(node_options) for option in section.extra),
     )
@@ -84,7 +87,38 @@ def shape(views: Sequence[PartitionView], rules: PartitionRules, job: Wanted) ->
         text = f"a job gets at most {count_of(rules.max_nodes, 'node')} (MaxNodes): a request for {job.nodes} is "
         text += "refused, or waits for ever (PartitionNodeLimit)"
         yield finding("failed", text, "lower nodes in [job] or spares in [slurm], or set another partition")
+    if job.nodes < rules.min_nodes:
+        text = f"a job gets at least {count_of(rules.min_nodes, 'node')} (MinNodes): a request for {job.nodes} is "
+        text += "refused, or waits for ever (PartitionNodeLimit)"
+        yield finding("failed", text, "raise nodes in [job] or spares in [slurm], or set another partition")
+    elif rules.min_nodes > 1 and job.replacements and not job.replaced_elsewhere:
+        text = (
+            f"a job gets at least {count_of(rules.min_nodes, 'node')} (MinNodes), and a replacement requests one: it "
+        )
+        text += "would wait for ever"
+        yield finding("warning", text, "set replacement_partition in [slurm], or replacements to 0 and spares instead")
     yield from _time(views, rules, job, finding)
+
+
+def replacement_partition(
+    views: Sequence[PartitionView], name: str, rules: Callable[[str], PartitionRules]
+) -> Iterator[CheckResult]:
+    """Check the partition of replacements: it must exist, be up, and take jobs of one node."""
+
+    def finding(outcome: Outcome, text: str, advice: str) -> CheckResult:
+        return CheckResult(check="replacements", outcome=outcome, text=f"{name}: {text}", advice=advice)
+
+    advice = "set replacement_partition in [slurm]; sinfo"
+    chosen_views = [view for view in views if view.name == name]
+    if not chosen_views:
+        names = ", ".join(dict.fromkeys(view.name for view in views))
+        yield finding("failed", f"not among the partitions you may use: {names or 'none'}", advice)
+    elif not any(view.up for view in chosen_views):
+        yield finding("warning", "is down", advice)
+    elif rules(name).min_nodes > 1:
+        yield finding("failed", "takes no job of one node (MinNodes), and each replacement is one", advice)
+    else:
+        yield finding("ok", "takes jobs of one node", "")
 
 
 def _time(

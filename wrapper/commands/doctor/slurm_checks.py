@@ -126,6 +126,9 @@ class SlurmChecks:
         for name in slurm_settings.chosen(views, configuration.slurm.partition):
             if kinds := [view for view in views if view.name == name and view.up]:
                 yield from site.shape(kinds, self._survey.rules(name), job)
+        if job.replacements and job.replaced_elsewhere:
+            name = configuration.slurm.replacement_partition
+            yield from site.replacement_partition(views, name, self._survey.rules)
 
     def _limits(self) -> Iterable[CheckResult]:
         settings = self._settings()

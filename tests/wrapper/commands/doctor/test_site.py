@@ -48,6 +48,16 @@ MIXED = [partition(gpu_types=("a100",)), partition(nodes=2, gpus=4, gpu_types=("
         (MIXED, rules(), job(gpus_per_node=4, nodes=1), "", ""),
         (MIXED, rules(), job(gpus_per_node=4, nodes=1, replacements=1), "warning", "different types"),
         ([partition()], rules(max_nodes=3), JOB, "failed", "at most 3 nodes (MaxNodes)"),
+        ([partition()], rules(min_nodes=5), JOB, "failed", "at least 5 nodes (MinNodes): a request for 4"),
+        ([partition()], rules(min_nodes=4), JOB, "", ""),
+        (
+            [partition()],
+            rules(min_nodes=4),
+            job(replacements=1),
+            "warning",
+            "a replacement requests one: it would wait",
+        ),
+        ([partition()], rules(min_nodes=4), job(replacements=1, replaced_elsewhere=True), "", ""),
         ([partition()], rules(max_seconds=3600.0), JOB, "failed", "at most 60 min (MaxTime): a request for 24 h"),
         ([partition(default_seconds=300.0)], rules(), job(seconds=None), "failed", "over and over"),
         ([partition(default_seconds=300.0)], rules(), JOB, "", ""),
@@ -60,6 +70,20 @@ def test_a_partition_and_a_job(
     found = said(list(site.shape(views, rule, wanted)))
     assert [each[0] for each in found] == ([outcome] if outcome else [])
     assert all(words in text for _, text in found), found
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "outcome", "words"),
+    [
+        ("gpu", 1, "ok", "gpu: takes jobs of one node"),
+        ("gpu", 2, "failed", "gpu: takes no job of one node (MinNodes)"),
+        ("gpus", 1, "failed", "gpus: not among the partitions you may use: gpu"),
+    ],
+)
+def test_the_partition_of_replacements(name: str, least: int, outcome: str, words: str) -> None:
+    found = said(list(site.replacement_partition([partition()], name, lambda _: rules(min_nodes=least))))
+    assert [each[0] for each in found] == [outcome]
+    assert found[0][1].startswith(words)
 
 
 def limit(kind: str, per: str, most: float) -> Limit:

@@ -108,10 +108,15 @@ test-pure:
 test-integration:
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/integration -m "not alone and not soak"
 
-# A quarter of the seeds that `make test` has. Left out: what trains or starts jobs, Slurm, Postgres.
+# For use between two changes: the core with a quarter of the seeds that `make test` has, the rule book, and the parts of
+# the wrapper that decide. Left out: what trains, starts jobs or many processes, databases, commands and their output.
+QUICK_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,resihp slurm wrapper/config wrapper/launch wrapper/slurm_tasks)
+SLOW_TESTS := resihp/executor resihp/worker resihp/record/test_packing.py resihp/test_package.py \
+  resihp/controller/tuning/test_fuzz_tuning.py resihp/detector/offline slurm/test_contract.py slurm/test_site_hook.py
 quick: setup
-	RESIHP_FUZZ_SEEDS=125 RESIHP_CHECKED_PLANS=500 $(BIN)/python -m pytest -n 2 --dist worksteal tests \
-	  $(addprefix --ignore tests/,integration resihp/executor wrapper/test_processes.py slurm/test_contract.py db/test_durability.py) -k "not postgresql"
+	$(BIN)/python -c 'from resihp.scheduler import anytime; anytime.load()'
+	RESIHP_FUZZ_SEEDS=125 RESIHP_CHECKED_PLANS=500 $(BIN)/python -m pytest -n 2 --dist worksteal $(QUICK_TESTS) \
+	  $(addprefix --ignore tests/,$(SLOW_TESTS))
 
 lint: setup
 	$(BIN)/ruff check .

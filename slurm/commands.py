@@ -19,10 +19,11 @@ from pathlib import Path
 
 import msgspec
 
-from slurm import parse, releases
+from slurm import releases
 from slurm.client import JobRequest, JobView, NodeChoice, NodeView, sanitised
 from slurm.command_call import CompletedCall, call, query_environment, submit_environment
 from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
+from slurm.parsing import parse, parse_request
 
 TIMEOUT_S = 10.0
 COMMENT_TIMEOUT_S = 5.0
@@ -134,8 +135,8 @@ class CommandLine:
 
     def request(self, job_id: str) -> JobRequest:
         self._check_job(job_id)
-        options = ["-h", "--all", "--noconvert", "-t", "all", "-j", job_id, "-O", parse.REQUEST_FORMAT]
-        return parse.request(self._ask(f"job {job_id}: its request cannot be read", "squeue", *options), job_id)
+        options = ["-h", "--all", "--noconvert", "-t", "all", "-j", job_id, "-O", parse_request.REQUEST_FORMAT]
+        return parse_request.request(self._ask(f"job {job_id}: its request cannot be read", "squeue", *options), job_id)
 
     def node_choice(self, job_id: str) -> NodeChoice:
         self._check_job(job_id)

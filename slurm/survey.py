@@ -13,12 +13,13 @@ from typing import Protocol
 
 import msgspec
 
-from slurm import limits, parse
+from slurm import limits
 from slurm.command_call import CompletedCall, call, own_environment, query_environment, submit_environment
 from slurm.commands import TIMEOUT_S, failure
 from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
-from slurm.fields import FIELD, RECORD, format_of
 from slurm.limits import Association, Limits
+from slurm.parsing import parse
+from slurm.parsing.fields import FIELD, RECORD, format_of
 
 _FIELDS = ("Partition", "Available", "Time", "DefaultTime", "NodeAIOT", "Gres", "CPUs", "Memory")
 PARTITION_FORMAT = format_of(_FIELDS)

@@ -66,6 +66,8 @@ class Lifecycle:
 
     def __init__(self) -> None:
         self.stage: Stage = "gathering"
+        self.is_taken_over = False
+        """Whether another supervisor led the job before this one."""
         self._story: deque[tuple[float, AnyEvent | Stage]] = deque(maxlen=MAX_STORY_EVENTS)
 
     def hear(self, now: float, event: AnyEvent) -> None:
@@ -82,3 +84,4 @@ class Lifecycle:
     def take_over(self) -> None:
         """Begin in stage `recovering`: a new supervisor waits for the agents of the previous one."""
         self.stage = "recovering"
+        self.is_taken_over = True

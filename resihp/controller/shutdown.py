@@ -32,13 +32,12 @@ import signal as signals
 from collections.abc import Iterable
 from typing import assert_never
 
+from resihp.controller import agent_signals, iterations, transition
 from resihp.controller import interface as api
-from resihp.controller import iterations, transition
 from resihp.controller.fail_stop import endings
-from resihp.controller.nodes import replacements
 from resihp.controller.planning import situations
 from resihp.controller.state.job import Job
-from resihp.controller.state.requests import COINCIDENCE_S, AgentSignal, Meaning, StopRequest
+from resihp.controller.state.requests import Meaning, StopRequest
 from resihp.protocol import messages as m
 from resihp.record.journal import JobSignalled, PlanWithdrawn
 from resihp.words import natural
@@ -54,9 +53,6 @@ LIMIT_MARGIN_S = 30.0
 """Seconds before Slurm's time limit by which the job must have ended."""
 HURRY_S = 60.0
 """Seconds before the end at which the iteration in progress is given up, but at most half of the time available."""
-ENDS_SOON_S = 600.0
-"""Seconds before Slurm's time limit from which a replacement's node no longer leaves on a warning: the whole job ends
-soon, and a change of the layout would not pay."""
 WARNED_AT_ONCE_S = 60.0
 """Seconds after the start of a run within which a warning counts as given at once."""
 SHORT_LIMIT_S = 3600.0
@@ -78,7 +74,9 @@ def hear(
         case api.Signalled():
             _signalled(job, event)
         case api.AgentSignalled():
-            _agent_signalled(job, event)
+            heard = agent_signals.interpret(job, event)
+            if heard is not None:
+                _begin(job, heard.signal, heard.meaning, heard.cause)
         case api.TimeLeft():
             job.deadline = None if event.seconds is None else job.now + event.seconds
         case api.StopMeaning():
@@ -91,12 +89,12 @@ def hear(
 
 def _signalled(job: Job, event: api.Signalled) -> None:
     """Interpret a signal to the supervisor itself."""
-    if event.signal in _WARNINGS:
-        _begin(job, event.signal, "warning", f"received {_name(event.signal)}")
+    if event.signal in agent_signals.WARNING_SIGNALS:
+        _begin(job, event.signal, "warning", f"received {agent_signals.name_of(event.signal)}")
     elif event.signal == signals.SIGTERM and job.settings.slurm:
         _begin(job, event.signal, None, "received SIGTERM")
     elif event.signal in (signals.SIGTERM, signals.SIGINT):
-        _operator(job, event.signal, f"received {_name(event.signal)}")
+        _operator(job, event.signal, f"received {agent_signals.name_of(event.signal)}")
 
 
 def stop_asked(job: Job, event: api.StopAsked) -> None:
@@ -118,47 +116,6 @@ def _operator(job: Job, signal: int, cause: str) -> None:
         _begin(job, signal, "operator", cause)
     else:
         endings.end(job, 128 + signal, f"{cause} again: ended at once; {_unsaved(job)}")
-
-
-def _agent_signalled(job: Job, event: api.AgentSignalled) -> None:
-    """Interpret a signal to an agent. If agents of several nodes receive a signal at once, it is meant for the whole
-    job. A replacement's node has a Slurm job of its own: a signal to its agent says nothing about the other nodes."""
-    node = job.nodes.get(event.node)
-    if node is None or not node.alive or event.signal == signals.SIGCONT:
-        return
-    job.agent_signals[event.node] = AgentSignal(event.signal, job.now)
-    if job.stop_request is not None:
-        job.stop_request.nodes.add(event.node)
-    guests = replacements.guests(job)
-    if event.node in guests:
-        if event.signal in _WARNINGS and job.deadline is not None and job.deadline - job.now < ENDS_SOON_S:
-            job.agent_signals[event.node].reported = True
-        elif job.stop_request is None and event.signal in (*_WARNINGS, signals.SIGTERM):
-            job.agent_signals[event.node].reported = True
-            job.maintenance.ending.add(event.node)
-            job.say("notice", f"node {event.node}: Slurm ends this replacement ({_name(event.signal)})")
-            job.do(api.WatchReplacements())
-        return
-    recent = {name: received for name, received in _recent(job).items() if name not in guests}
-    alone = sum(other.alive for name, other in job.nodes.items() if name not in guests) == 1
-    for meaning in _MEANINGS:
-        nodes = [name for name, received in recent.items() if _MEANINGS[received.signal in _WARNINGS] == meaning]
-        if len(nodes) > 1 or (nodes and alone):
-            number = recent[nodes[0]].signal
-            agents = f"agents of {', '.join(_sorted(nodes))}"
-            _begin(job, number, meaning, f"{agents} received {_name(number)}")
-            return
-
-
-_WARNINGS = frozenset((signals.SIGUSR1, signals.SIGUSR2))
-"""Signals that Slurm sends some time before the end, if the user requested them with `--signal`."""
-_MEANINGS: tuple[Meaning | None, ...] = (None, "warning")
-"""The meaning of a signal outside `_WARNINGS` (None: Slurm is asked), then of a signal in `_WARNINGS`."""
-
-
-def _recent(job: Job) -> dict[str, AgentSignal]:
-    """Return the signals to agents within the last `COINCIDENCE_S` seconds, by node."""
-    return {name: received for name, received in job.agent_signals.items() if job.now - received.at <= COINCIDENCE_S}
 
 
 def _meaning_told(job: Job, event: api.StopMeaning) -> None:
@@ -195,7 +152,7 @@ def _begin(job: Job, signal: int, meaning: Meaning | None, cause: str) -> None:
         return
     if meaning is None and not job.settings.slurm:
         meaning = "unknown"
-    recent = _recent(job)
+    recent = agent_signals.recent(job)
     job.stop_request = StopRequest(
         signal=signal,
         first_at=before.first_at if before else min([job.now, *(received.at for received in recent.values())]),
@@ -237,7 +194,7 @@ def proceed(job: Job) -> None:
     """Take the next step towards the end of the job, if it has been requested."""
     if job.stage in ("recovering", "ended"):
         return
-    _report_lone_signals(job)
+    agent_signals.report_lone(job)
     stop_request = job.stop_request
     if stop_request is None:
         return
@@ -264,15 +221,6 @@ def proceed(job: Job) -> None:
             _hurry(job, stop_request)
         elif job.stage == "running" and job.furthest < job.record.goal:
             transition.pause(job, "the job is to stop")
-
-
-def _report_lone_signals(job: Job) -> None:
-    for name, received in job.agent_signals.items():
-        if received.reported or job.now - received.at <= COINCIDENCE_S:
-            continue
-        received.reported = True
-        if job.stop_request is None and job.nodes[name].alive:
-            job.say("notice", f"node {name}: only its agent received {_name(received.signal)}; the job goes on")
 
 
 def _journal_meaning(job: Job, stop_request: StopRequest, at_once: bool) -> None:
@@ -382,7 +330,8 @@ def _leave(job: Job, outcome: str) -> None:
         "cancelled": "the job is cancelled",
         "preempted": "the job is preempted",
     }.get(
-        stop_request.meaning or "", f"received {_name(stop_request.signal)}" if stop_request.signal else "asked to stop"
+        stop_request.meaning or "",
+        f"received {agent_signals.name_of(stop_request.signal)}" if stop_request.signal else "asked to stop",
     )
     reason = f"{cause}: stopped after iteration {job.record.committed}; {outcome}"
     if requeue and _was_warned_at_once(job, stop_request):
@@ -398,7 +347,9 @@ def _leave(job: Job, outcome: str) -> None:
 def _was_warned_at_once(job: Job, stop_request: StopRequest) -> bool:
     """Return whether Slurm warned this run right after its start, because its time limit is shorter than the time
     before the limit at which it warns. The next run would be warned in the same way."""
-    if stop_request.meaning != "warning" or job.started_at is None or job.deadline is None or job.is_taken_over:
+    if stop_request.meaning != "warning" or job.lifecycle.is_taken_over:
+        return False
+    if job.started_at is None or job.deadline is None:
         return False
     began_s, limit_s = stop_request.asked_at - job.started_at, job.deadline - job.started_at
     return 0.0 <= began_s < WARNED_AT_ONCE_S and limit_s < SHORT_LIMIT_S
@@ -406,10 +357,3 @@ def _was_warned_at_once(job: Job, stop_request: StopRequest) -> bool:
 
 def _sorted(nodes: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(nodes, key=natural))
-
-
-def _name(signal: int) -> str:
-    try:
-        return signals.Signals(signal).name
-    except ValueError:
-        return f"signal {signal}"

@@ -58,7 +58,6 @@ def begin(
     job.stand_at(record.active, record.committed)
     job.onsets = Onsets.before_us(commits)
     job.lifecycle.take_over()
-    job.is_taken_over = True
     job.recovery = Recovery(undisturbed=record.plan is not None and record.decided is record.plan)
     shutdown.resume(job)
     return job

@@ -20,7 +20,7 @@ import msgspec
 from slurm import releases
 from slurm.client import Gres, JobRequest, JobView, NodeChoice, NodeView, sanitised
 from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
-from slurm.parse import JOB_ID, NODE_LIST, PARTITION_LIST, is_node, node_list
+from slurm.parsing.parse import JOB_ID, NODE_LIST, PARTITION_LIST, is_node, node_list
 
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?", re.ASCII)
 _PART = re.compile(r"([^\[\],]+)(?:\[([0-9,-]+)\])?", re.ASCII)

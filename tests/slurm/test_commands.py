@@ -15,7 +15,7 @@ from slurm.client import PREFIX
 from slurm.command_call import LIMIT_BYTES
 from slurm.commands import MAX_NAMES_PER_CALL, CommandLine
 from slurm.errors import SlurmError, SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
-from slurm.fields import FIELD, RECORD
+from slurm.parsing.fields import FIELD, RECORD
 from tests.integration.cluster import Cluster
 
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from slurm import parse
 from slurm.client import Gres, JobRequest, NodeView
 from slurm.errors import SlurmOutputError
-from slurm.fields import FIELD, RECORD
+from slurm.parsing import parse, parse_request
+from slurm.parsing.fields import FIELD, RECORD
 from tests.slurm.fake_slurm import expand
 
 SAMPLES = Path(__file__).parents[3] / "shared" / "data" / "slurm"
@@ -22,7 +22,7 @@ SAMPLES = Path(__file__).parents[3] / "shared" / "data" / "slurm"
 READERS: dict[str, Callable[[bytes], object]] = {
     "nodes": parse.nodes,
     "jobs": parse.jobs,
-    "request": lambda output: parse.request(output, "17"),
+    "request": lambda output: parse_request.request(output, "17"),
     "hostnames": lambda output: parse.hostnames(output, "n[1-3]"),
     "version": parse.version,
     "cluster": parse.cluster,
@@ -110,9 +110,9 @@ REQUESTS = {
 
 
 def asking(release: str = "24.11", **changes: str) -> JobRequest:
-    fields = dict(zip(parse._REQUEST_FIELDS, REQUESTS[release], strict=True))
+    fields = dict(zip(parse_request._REQUEST_FIELDS, REQUESTS[release], strict=True))
     fields |= {name.replace("_", "-"): text for name, text in changes.items()}
-    return parse.request(output(tuple(fields.values())), "17")
+    return parse_request.request(output(tuple(fields.values())), "17")
 
 
 @pytest.mark.parametrize("release", REQUESTS)
@@ -173,9 +173,9 @@ def test_a_request_that_cannot_be_read(changes: dict[str, str]) -> None:
 def test_of_a_job_arrays_records_each_element_has_its_own() -> None:
     other = ("55", "55_1", "other", *REQUESTS["24.11"][3:])
     own = ("57", "55_2", *REQUESTS["24.11"][2:])
-    assert parse.request(output(other, own), "55_2").partition == "main"
+    assert parse_request.request(output(other, own), "55_2").partition == "main"
     with pytest.raises(SlurmOutputError, match="returned other jobs"):
-        parse.request(output(other), "55_2")
+        parse_request.request(output(other), "55_2")
 
 
 @pytest.mark.parametrize(

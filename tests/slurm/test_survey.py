@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from slurm.errors import SlurmError, SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
-from slurm.parse import settings
+from slurm.parsing.parse import settings
 from slurm.survey import FIELD, RECORD, CommandSurvey, PartitionRules, admin_level, partitions, user_of
 from tests.integration.cluster import Cluster
 

@@ -242,6 +242,25 @@ def write(wanted: JobFileChoice, folder: Path, *, force: bool) -> tuple[str, str
     return JOB_FILE, SCRIPT
 
 
+OPTIONAL_SECTIONS = """
+# Network interface between nodes, if the wrong one is chosen: ip -br link lists them.
+# [network]
+# interface = "ib0"
+
+# Metrics for Prometheus: on loopback of the supervisor's node, or in a file for node_exporter.
+# [metrics]
+# port = 9400
+# textfile = "/var/lib/node_exporter/resihp-{job}.prom"
+
+# Notifications of events. The file holds the webhook's URL; chmod 600 it.
+# [hooks]
+# webhook_file = "~/.config/resihp/webhook"
+# command = ["/usr/local/bin/page-me"]
+# events = ["failure", "drain", "replacement", "end"]
+"""
+"""The end of job.toml: sections that few jobs need, as comments."""
+
+
 def job_text(wanted: JobFileChoice) -> str:
     """Return the text of job.toml. Keys that are rarely changed are comments with their default values."""
     default, seconds = _defaults(), wanted.seconds or MAX_DEFAULT_TIME_S
@@ -312,22 +331,7 @@ on_warning = {_toml(default.slurm.on_warning)}
 # requeue = "expedite"
 # Further options for sbatch.
 # extra = ["--mail-type=END"]
-
-# Network interface between nodes, if the wrong one is chosen: ip -br link lists them.
-# [network]
-# interface = "ib0"
-
-# Metrics for Prometheus: on loopback of the supervisor's node, or in a file for node_exporter.
-# [metrics]
-# port = 9400
-# textfile = "/var/lib/node_exporter/resihp-{{job}}.prom"
-
-# Notifications of events. The file holds the webhook's URL; chmod 600 it.
-# [hooks]
-# webhook_file = "~/.config/resihp/webhook"
-# command = ["/usr/local/bin/page-me"]
-# events = ["failure", "drain", "replacement", "end"]
-"""
+{OPTIONAL_SECTIONS}"""
 
 
 def _defaults() -> Configuration:

@@ -183,16 +183,24 @@ def _ask(job: Job, instead: str, why: str) -> None:
     job.do(api.AskReplacement(replacement=number, exclude=excluded))
 
 
+def _note_taken(job: Job, request: Replacement, event: api.ReplacementNews) -> None:
+    """Note whether Slurm has taken the request's node from the job."""
+    if request.node is None:
+        return
+    if event.by_slurm:
+        job.maintenance.taken_by_slurm.add(request.node)
+    else:
+        job.maintenance.taken_by_slurm.discard(request.node)
+
+
 def news(job: Job, event: api.ReplacementNews) -> None:
     """Handle Slurm's report on a request. A request that is over stays over, and a request with a joined node can only
     end."""
     request = job.record.replacements.get(event.replacement)
-    if request is not None and request.node is not None:
-        if event.by_slurm:
-            job.maintenance.taken_by_slurm.add(request.node)
-        else:
-            job.maintenance.taken_by_slurm.discard(request.node)
-    if request is None or not (request.open or request.state == "joined"):
+    if request is None:
+        return
+    _note_taken(job, request, event)
+    if not (request.open or request.state == "joined"):
         return
     if request.state == "joined" and event.state == "refused":
         return  # the answer to a repeated request, after an earlier one was granted

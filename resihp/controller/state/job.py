@@ -69,7 +69,6 @@ class Job:
         self.recovery: Recovery | None = None
         self.stop_request: StopRequest | None = None
         self.closing: Closing | None = None
-        """How the job ends; None before stage `closing`."""
         self.agent_signals: dict[str, AgentSignal] = {}
         """The last signal that each node's agent received from a process other than resihp, by node."""
         self.deadline: float | None = None
@@ -134,9 +133,6 @@ class Job:
         self.checkpointed = self.record.checkpointed
         """Iteration of the newest checkpoint with all parts written; 0 if there is none."""
         self.started_at: float | None = None
-        """Time of this supervisor's first event; None before it."""
-        self.is_taken_over = False
-        """Whether another supervisor led the job before this one."""
         self.start = Beginning()
         self.progress_at = 0.0
         self.halted_at = 0.0

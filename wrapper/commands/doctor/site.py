@@ -83,6 +83,12 @@ def shape(views: Sequence[PartitionView], rules: PartitionRules, job: Wanted) ->
         )
         text += "run at the pace of the slowest"
         yield finding("warning", text, f"{kinds}; set gpu_type or constraint in [slurm]")
+    yield from _size(rules, job, finding)
+    yield from _time(views, rules, job, finding)
+
+
+def _size(rules: PartitionRules, job: Wanted, finding: Callable[[str, str, str], CheckResult]) -> Iterator[CheckResult]:
+    """Check the number of nodes of the job, and of a replacement, against the partition's limits."""
     if rules.max_nodes is not None and job.nodes > rules.max_nodes:
         text = f"a job gets at most {count_of(rules.max_nodes, 'node')} (MaxNodes): a request for {job.nodes} is "
         text += "refused, or waits for ever (PartitionNodeLimit)"
@@ -97,7 +103,6 @@ def shape(views: Sequence[PartitionView], rules: PartitionRules, job: Wanted) ->
         )
         text += "would wait for ever"
         yield finding("warning", text, "set replacement_partition in [slurm], or replacements to 0 and spares instead")
-    yield from _time(views, rules, job, finding)
 
 
 def replacement_partition(

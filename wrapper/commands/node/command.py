@@ -169,7 +169,7 @@ def exclude(
 ) -> None:
     """Exclude a node from your own jobs, of any folder, without draining it for others."""
     from slurm.client import PREFIX, sanitised
-    from slurm.parse import is_node
+    from slurm.parsing.parse import is_node
     from wrapper.slurm_tasks import exclusion_lists as lists
 
     if not is_node(node):

@@ -99,7 +99,7 @@ def user() -> str:
 def _own_jobs(slurm: Slurm) -> list[str]:
     """Return the numbers of the user's Slurm jobs on this cluster: this process's job, jobs of this home, and jobs of
     other homes."""
-    from slurm.parse import JOB_ID
+    from slurm.parsing.parse import JOB_ID
     from wrapper import registry
     from wrapper.job_folder import all_jobs, slurm_job_of
     from wrapper.launch.allocation import job_id as own_job

@@ -6,12 +6,22 @@ Decides whether an agent that connects is the expected one. Sends nothing by its
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from resihp.protocol import messages as m
 from resihp.protocol.channels import SecureChannel
 from resihp.protocol.resumable import Conversation
+
+RELEASED_S = 10.0
+"""How long an agent that was released may take to end its processes and itself."""
+
+
+def _set_event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
 
 
 @dataclass
@@ -33,7 +43,7 @@ class AgentLink:
     ended: bool = False
     live: dict[int, int] = field(default_factory=dict)
     """Process id of each live worker, by rank."""
-    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: asyncio.Event = field(default_factory=_set_event)
     """Set while the agent is not connected."""
     breaks: int = 0
     """Number of connections that have ended."""
@@ -51,6 +61,21 @@ class AgentLink:
         """
         epoch = max((epoch for number, epoch in self.epochs if number <= received), default=self.inherited_epoch)
         return {epoch, 0} if received == 0 else {epoch}
+
+    def meeting_place(self) -> dict[str, str]:
+        """Return the address (`MASTER_ADDR`, `MASTER_PORT`) at which ranks can rendezvous on this node. Empty if the
+        agent has not joined or has no port for it."""
+        if self.join is None or self.peer is None or not self.join.meeting_port:
+            return {}
+        return {"MASTER_ADDR": self.peer.host.strip("[]"), "MASTER_PORT": str(self.join.meeting_port)}
+
+    async def cut_unless_closed(self) -> None:
+        """Break the connection of an agent that was released, unless the agent has closed it in time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(RELEASED_S):
+                await self.closed.wait()
+        if self.channel is not None:
+            self.channel.abort()
 
     def refusal(self, join: m.Join, received: int, *, follows_us: bool) -> str | None:
         """Return the reason to refuse an agent that connects for this node; None to accept it.

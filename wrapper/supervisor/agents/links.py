@@ -32,8 +32,6 @@ from wrapper.supervisor.agents.rendezvous import Exchange
 from wrapper.supervisor.agents.roster import Rosters
 
 LOOK_EVERY_S = 0.1
-RELEASED_S = 10.0
-"""How long an agent that was released may take to end its processes and itself."""
 RETURN_WINDOW_S = 20.0
 """Time limit for agents to reconnect after their connections broke together, or after the supervisor was stopped."""
 MIN_PAUSE_S = 0.02
@@ -80,7 +78,7 @@ class AgentLinks:
         self._deposed = deposed
         self._rosters = Rosters(self.post) if roster else None
         self._incarnations = incarnations or {}
-        self._links = {node: self._new_link(node) for node in launcher.nodes}
+        self._links = {node: AgentLink(node, incarnation=self._incarnations.get(node, "")) for node in launcher.nodes}
         self._node_of: dict[int, str] = {}
         self._rendezvous = Exchange(self.post)
         self._herd_until = float("-inf")
@@ -91,11 +89,6 @@ class AgentLinks:
         """Ranks that have sent an undecodable report."""
         self.epoch = 0
         """Epoch of the last `Go` that was sent."""
-
-    def _new_link(self, node: str) -> AgentLink:
-        link = AgentLink(node, incarnation=self._incarnations.get(node, ""))
-        link.closed.set()
-        return link
 
     @property
     def live_ranks(self) -> tuple[int, ...]:
@@ -113,12 +106,10 @@ class AgentLinks:
             self._rosters.enlist(node)
 
     def meeting_place(self, node: str) -> dict[str, str]:
-        """Return the address (`MASTER_ADDR`, `MASTER_PORT`) at which ranks of a script with its own process groups can
-        rendezvous, if rank 0 is on this node. Empty if the node's agent has not joined or has no port for it."""
+        """Return the address at which ranks of a script with its own process groups can rendezvous, if rank 0 is on
+        this node (`AgentLink.meeting_place`)."""
         link = self._links.get(node)
-        if link is None or link.join is None or link.peer is None or not link.join.meeting_port:
-            return {}
-        return {"MASTER_ADDR": link.peer.host.strip("[]"), "MASTER_PORT": str(link.join.meeting_port)}
+        return {} if link is None else link.meeting_place()
 
     # --- out --------------------------------------------------------------------------------------------------
 
@@ -170,20 +161,12 @@ class AgentLinks:
         link.live.clear()
         self._rendezvous.leave(node)
         if in_order:
-            self._task(self._cut_after_release(link))
+            self._task(link.cut_unless_closed())
         else:
             self.cut(node)
         self._launcher.kill(node)
         if self._rosters is not None:
             self._rosters.left(node)
-
-    async def _cut_after_release(self, link: AgentLink) -> None:
-        """Close the connection of an agent that does not do so by itself after its release."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(RELEASED_S):
-                await link.closed.wait()
-        if link.channel is not None:
-            link.channel.abort()
 
     def release(self, grace_s: float) -> None:
         for node in self._links:
@@ -283,7 +266,7 @@ class AgentLinks:
             raise ProtocolError(reason)
         link = self._links.get(join.node)
         if link is None and join.lease:
-            link = self._links[join.node] = self._new_link(join.node)
+            link = self._links[join.node] = AgentLink(join.node, incarnation=self._incarnations.get(join.node, ""))
         follows_us = join.term == self.lead.term
         refusal: str | None = "not a node of this job"
         if link is not None:

@@ -2,7 +2,7 @@
 
 Each field is terminated by a control character that no sensible value contains, so that spaces, bars or line breaks in
 a reason or in a job's name cannot shift the fields. Decides whether an answer has the requested form; raises
-SlurmOutputError if not. Called by `slurm.parse`.
+SlurmOutputError if not. Called by `slurm.parsing.parse`.
 """
 
 from __future__ import annotations

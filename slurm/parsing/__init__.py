@@ -1,0 +1,1 @@
+"""Parsing of what Slurm's commands print. Pure: nothing here runs a command."""

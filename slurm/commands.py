@@ -105,7 +105,7 @@ class CommandLine:
     def partition_nodes(self, partition: str) -> Mapping[str, NodeView]:
         if not parse.PARTITION_LIST.fullmatch(partition):
             raise SlurmRefusedError(f"partition {partition[:80]!a}: no partition has such a name; try: sinfo")
-        options = ["-h", "-N", "--all", "--noconvert", "-p", partition, "-O", parse.PARTITION_NODE_FORMAT]
+        options = ["-h", "-N", "--noconvert", "-p", partition, "-O", parse.PARTITION_NODE_FORMAT]
         return parse.partition_nodes(self._ask(f"partition {partition}", "sinfo", *options))
 
     def drained(self) -> Mapping[str, NodeView]:

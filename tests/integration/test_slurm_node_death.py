@@ -158,12 +158,12 @@ def test_a_replacement_whose_slurm_job_ends_leaves_nothing_on_its_node(
     until_replaced(desk, job)
     (joined,) = [entry for entry in desk.of(job, ReplacementChanged) if entry.state == "joined"]
     assert joined.slurm_job is not None
-    assert processes_of(joined.slurm_job)
+    assert processes_of(desk, joined.slurm_job)
     assert desk.run(*command, joined.slurm_job).returncode == 0
     state, text = outcome
     desk.until(lambda: [e for e in desk.of(job, ReplacementChanged) if e.state == state], job)
     assert desk.state(joined.slurm_job)[0] == ends
-    assert processes_of(joined.slurm_job) == []
+    assert processes_of(desk, joined.slurm_job) == []
     desk.until_committed(job, desk.committed(job) + 3)
 
     desk.pace(0.0)
@@ -176,11 +176,14 @@ def test_a_replacement_whose_slurm_job_ends_leaves_nothing_on_its_node(
     assert (replacement["node"], replacement["outcome"], replacement["text"]) == ("n5", recorded, text)
 
 
-def processes_of(slurm_job: str) -> list[str]:
-    """The command lines of the processes of a Slurm job, on all virtual nodes."""
+def processes_of(desk: Desk, slurm_job: str) -> list[str]:
+    """The command lines of the processes of a Slurm job, on all virtual nodes of this cluster: another test's cluster
+    may have a job of the same number."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get("SLURM_JOB_ID") == slurm_job and process.status() != psutil.STATUS_ZOMBIE:
+            environment = process.environ()
+            is_here = any(str(desk.folder) in value for value in environment.values())
+            if is_here and environment.get("SLURM_JOB_ID") == slurm_job and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(" ".join(process.cmdline()))
     return found

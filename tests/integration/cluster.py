@@ -479,7 +479,8 @@ class Cluster:
             key.touch(0o600)
             key.write_bytes(os.urandom(1024))
         # Newer releases look for control groups unless told not to; older ones do not read it.
-        (self.folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n" if self.release else "")
+        plugin = "cgroup/v1" if settings["ProctrackType"] == "proctrack/cgroup" else "disabled"
+        (self.folder / "cgroup.conf").write_text(f"CgroupPlugin={plugin}\n" if self.release else "")
 
     def _type_of(self, node: str) -> str:
         return self._gpu_type if isinstance(self._gpu_type, str) else self._gpu_type.get(node, "")

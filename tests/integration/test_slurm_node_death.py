@@ -138,6 +138,9 @@ def test_a_user_who_may_not_drain_asks_for_it(cluster: MakeCluster, reference: R
 
 
 @pytest.mark.parametrize(
+    "proctrack", ["linuxproc", pytest.param("cgroup", marks=[pytest.mark.soak, pytest.mark.every_slurm])]
+)
+@pytest.mark.parametrize(
     ("command", "ends", "outcome"),
     [
         (("scancel",), "CANCELLED", ("withdrawn", "its Slurm job was cancelled")),
@@ -146,9 +149,14 @@ def test_a_user_who_may_not_drain_asks_for_it(cluster: MakeCluster, reference: R
     ids=["cancelled", "warned"],
 )
 def test_a_replacement_whose_slurm_job_ends_leaves_nothing_on_its_node(
-    cluster: MakeCluster, reference: Reference, command: tuple[str, ...], ends: str, outcome: tuple[str, str]
+    cluster: MakeCluster,
+    reference: Reference,
+    command: tuple[str, ...],
+    ends: str,
+    outcome: tuple[str, str],
+    proctrack: str,
 ) -> None:
-    desk = Desk(cluster(nodes=5, gpus=2))
+    desk = Desk(cluster(nodes=5, gpus=2, settings={"ProctrackType": f"proctrack/{proctrack}"}))
     desk.pace(0.1)
     job = desk.sbatch_training(ITERATIONS)
     desk.until_committed(job, 3)

@@ -112,6 +112,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Node that runs the job's batch script and therefore cannot leave the job; empty without Slurm."""
     on_warning: Literal["requeue", "end"] = "requeue"
     """Action after the checkpoint that the job saves when Slurm warns that the time limit is near."""
+    warning_lead_s: float = 0.0
+    """How many seconds before the time limit Slurm warns the job; 0 if unknown."""
     may_requeue: bool = False
     """Whether Slurm may requeue the job when too many of its nodes are lost."""
     restarts_left: int = 0

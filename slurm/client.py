@@ -131,8 +131,11 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The nodes that a job requests by name, and those that it excludes. `contiguous`: its nodes must be neighbours."""
+    """From where Slurm may choose a job's nodes: partitions, separated by commas, a reservation, and the nodes that the
+    job requests or excludes by name. `contiguous`: its nodes must be neighbours."""
 
+    partition: str = ""
+    reservation: str = ""
     requested: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()
     contiguous: bool = False
@@ -167,7 +170,8 @@ class Slurm(Protocol):
         job."""
 
     def node_choice(self, job_id: str) -> NodeChoice:
-        """Return the nodes that a job requests or excludes by name. Raises SlurmRefusedError for an unknown job."""
+        """Return from where Slurm may choose the nodes of a job, pending or running. Raises SlurmRefusedError for an
+        unknown job."""
 
     def gpus(self, job_id: str) -> Mapping[str, int]:
         """Return the number of GPUs that a running job has on each of its nodes. Nodes without GPUs are omitted."""

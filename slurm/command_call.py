@@ -33,7 +33,6 @@ _OUR_FOLDER = str(Path(os.path.abspath(__file__)).parents[1])
 """Folder from which resihp is imported."""
 CLUSTER_CHOICES = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")
 """Variables that make sbatch submit to another cluster."""
-_ACCOUNTING_CHOICES = ("SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION")
 _NOT_FOR_SUBMITTING = ("SBATCH_CLUSTERS", "SBATCH_WAIT")
 """Options that the commands of resihp cannot honour: they talk to one cluster, and do not wait for a job's end."""
 _OUTPUT_PREFIXES = ("SBATCH_CPU_BIND", "SBATCH_MEM_BIND")
@@ -74,9 +73,9 @@ def submit_environment(base: Mapping[str, str]) -> dict[str, str]:
 
 
 def replacement_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """As `submit_environment`, but of the user's options for sbatch only account, partition, QOS and reservation are
-    kept: the others describe all nodes of the main job."""
-    return _without_slurm(base, (*_CONNECTION, *_ACCOUNTING_CHOICES))
+    """As `submit_environment`, but without the user's options for sbatch: they would override those of the replacement,
+    which Slurm reports of the main job."""
+    return _without_slurm(base, _CONNECTION)
 
 
 def sbatch_choices(base: Mapping[str, str]) -> dict[str, str]:

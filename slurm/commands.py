@@ -141,11 +141,13 @@ class CommandLine:
     def node_choice(self, job_id: str) -> NodeChoice:
         self._check_job(job_id)
         answer = self._ask(f"job {job_id}: its nodes cannot be read", "scontrol", "show", "job", job_id)
-        requested, excluded, contiguous = parse.node_choice(answer)
+        lists = parse.node_choice(answer)
         return NodeChoice(
-            requested=self._expand(requested) if requested else (),
-            excluded=self._expand(excluded) if excluded else (),
-            contiguous=contiguous,
+            partition=lists.partition,
+            reservation=lists.reservation,
+            requested=self._expand(lists.requested) if lists.requested else (),
+            excluded=self._expand(lists.excluded) if lists.excluded else (),
+            contiguous=lists.contiguous,
         )
 
     def gpus(self, job_id: str) -> Mapping[str, int]:

@@ -105,6 +105,7 @@ class Controller:
                 _handle(job, pending)
         shutdown.proceed(job)
         if job.stage == "closing":
+            upkeep.watch_lost(job)
             endings.review(job)
         elif job.stage not in ("recovering", "ended"):
             _review(job)

@@ -55,8 +55,6 @@ HURRY_S = 60.0
 """Seconds before the end at which the iteration in progress is given up, but at most half of the time available."""
 WARNED_AT_ONCE_S = 60.0
 """Seconds after the start of a run within which a warning counts as given at once."""
-SHORT_LIMIT_S = 3600.0
-"""A run with more seconds until its time limit than this was not warned because of the limit."""
 LATE_S = 30.0
 """Seconds before the end from which the job no longer waits for the remaining ranks to park, but at most a quarter of
 the time available."""
@@ -322,6 +320,9 @@ def _leave(job: Job, outcome: str) -> None:
     assert stop_request is not None
     if not stop_request.journaled:
         return
+    is_limit_awaited = job.deadline is None and job.now - stop_request.asked_at <= MEANING_PATIENCE_S
+    if is_limit_awaited and _may_be_warned_at_once(job, stop_request):
+        return
     runs_again = stop_request.meaning in ("warning", "time-limit", "preempted")
     requeue = runs_again and job.settings.on_warning == "requeue"
     cause = {
@@ -346,13 +347,19 @@ def _leave(job: Job, outcome: str) -> None:
 
 def _was_warned_at_once(job: Job, stop_request: StopRequest) -> bool:
     """Return whether Slurm warned this run right after its start, because its time limit is shorter than the time
-    before the limit at which it warns. The next run would be warned in the same way."""
-    if stop_request.meaning != "warning" or job.lifecycle.is_taken_over:
+    before the limit at which it warns. The next run would be warned in the same way. A warning for another reason, such
+    as a preemption, is no such case."""
+    if not _may_be_warned_at_once(job, stop_request) or job.started_at is None or job.deadline is None:
         return False
-    if job.started_at is None or job.deadline is None:
+    return job.deadline - job.started_at < job.settings.warning_lead_s + WARNED_AT_ONCE_S
+
+
+def _may_be_warned_at_once(job: Job, stop_request: StopRequest) -> bool:
+    """Return whether a warning came right after the start of the run, and may be due to a time limit that is too
+    short."""
+    if stop_request.meaning != "warning" or job.lifecycle.is_taken_over or not job.settings.warning_lead_s:
         return False
-    began_s, limit_s = stop_request.asked_at - job.started_at, job.deadline - job.started_at
-    return 0.0 <= began_s < WARNED_AT_ONCE_S and limit_s < SHORT_LIMIT_S
+    return stop_request.asked_at - (job.started_at or 0.0) < WARNED_AT_ONCE_S
 
 
 def _sorted(nodes: Iterable[str]) -> tuple[str, ...]:

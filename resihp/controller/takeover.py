@@ -22,7 +22,7 @@ from resihp.controller.fail_slow import slowness
 from resihp.controller.fail_stop import endings, failures, incidents
 from resihp.controller.fail_stop.onsets import Commit, Onsets
 from resihp.controller.interface import AnyEvent, Dependencies
-from resihp.controller.nodes import joins, upkeep
+from resihp.controller.nodes import drains, joins, upkeep
 from resihp.controller.state.beginnings import Recovery
 from resihp.controller.state.job import Job
 from resihp.controller.state.transitions import Transition
@@ -114,6 +114,7 @@ def _conclude(job: Job, recovery: Recovery) -> None:
     job.recovery = None
     job.progress_at = job.now
     upkeep.take_over(job)
+    drains.resume(job)
     inventories = recovery.inventories
     job.epoch = max([job.epoch, *(inventory.epoch for inventory in inventories.values())])
     events = _meet_all(job, inventories)
@@ -139,7 +140,7 @@ def _conclude(job: Job, recovery: Recovery) -> None:
             failures.replan_after_loss(job, lost_ranks, f"ranks {sorted(lost_ranks)} were lost with the supervisor")
         if job.stage == "running":
             _go_on(job, undisturbed and all(job.members[rank].alive for rank in job.record.active))
-    if job.has_ended:
+    if job.stage in ("closing", "ended"):
         return
     for rank in sorted(lost_ranks):
         joins.respawn(job, job.members[rank])

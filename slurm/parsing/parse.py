@@ -69,6 +69,8 @@ _SETTING = re.compile(r"^([A-Za-z][\w/]*) *= ?(.*?) *$", re.MULTILINE)
 _PARTITION_MODE = re.compile(r" PreemptMode=(\S+) ", re.ASCII)
 _QOS_MODE = re.compile(r"[A-Za-z,]+", re.ASCII)
 _NODE_CHOICE = re.compile(r"^\s*ReqNodeList=(\S+) ExcNodeList=(\S+)\s*$", re.ASCII | re.MULTILINE)
+_PARTITION = re.compile(r"^\s*Partition=(\S+) ", re.ASCII | re.MULTILINE)
+_RESERVATION = re.compile(r"^\s*Reservation=(\S+)\s*$", re.ASCII | re.MULTILINE)
 _CONTIGUOUS = re.compile(r"^\s*OverSubscribe=\S+ Contiguous=1\b", re.ASCII | re.MULTILINE)
 _EXPEDITED = re.compile(r"\bExpeditedRequeue=Yes\b", re.ASCII)
 _SUBMITTED = re.compile(r"([0-9]{1,10})(?:;[A-Za-z0-9._-]+)?", re.ASCII)
@@ -212,15 +214,31 @@ def job_gpus(output: bytes) -> list[tuple[str, int]]:
     return gpus_by_nodes
 
 
-def node_choice(output: bytes) -> tuple[str, str, bool]:
-    """Parse `scontrol show job`. Return the lists of the nodes that the job requests and excludes, which may be empty,
-    and whether its nodes must be contiguous."""
+class NodeLists(msgspec.Struct, frozen=True):
+    """As `slurm.client.NodeChoice`, but with lists of nodes as Slurm prints them; empty for none."""
+
+    partition: str
+    reservation: str
+    requested: str
+    excluded: str
+    contiguous: bool
+
+
+def node_choice(output: bytes) -> NodeLists:
+    """Parse the part of `scontrol show job` about the nodes that Slurm may choose."""
     text = decoded(output, "scontrol")
-    match = _NODE_CHOICE.search(text)
-    if match is None:
+    lists, partition = _NODE_CHOICE.search(text), _PARTITION.search(text)
+    if lists is None or partition is None:
         raise unreadable("scontrol", "the nodes that a job requests and excludes", text)
-    requested, excluded = ("" if nodelist in MISSING_VALUES else nodelist for nodelist in match.groups())
-    return requested, excluded, _CONTIGUOUS.search(text) is not None
+    reservation = _RESERVATION.search(text)
+    requested, excluded = ("" if nodelist in MISSING_VALUES else nodelist for nodelist in lists.groups())
+    return NodeLists(
+        partition=partition[1],
+        reservation="" if reservation is None or reservation[1] in MISSING_VALUES else reservation[1],
+        requested=requested,
+        excluded=excluded,
+        contiguous=_CONTIGUOUS.search(text) is not None,
+    )
 
 
 def hostnames(output: bytes, nodelist: str) -> tuple[str, ...]:

@@ -168,7 +168,7 @@ class FakeSlurm:
             if job_id not in self.job_views:
                 raise SlurmRefusedError(f"job {job_id}: its nodes cannot be read: Invalid job id specified")
             self._answer()
-            return self.node_choices.get(job_id, NodeChoice())
+            return self.node_choices.get(job_id, NodeChoice(partition="main"))
 
     def gpus(self, job_id: str) -> Mapping[str, int]:
         with self._lock:
@@ -232,6 +232,7 @@ class FakeSlurm:
             self.job_requests[job_id] = asked(options)
             given = dict(option.removeprefix("--").split("=", 1) for option in options if "=" in option)
             self.node_choices[job_id] = NodeChoice(
+                partition=given.get("partition", "main"),
                 requested=expand(given["nodelist"]) if "nodelist" in given else (),
                 excluded=expand(given["exclude"]) if "exclude" in given else (),
                 contiguous="--contiguous" in options,
@@ -260,7 +261,7 @@ class FakeSlurm:
                 raise SlurmRefusedError(f"job {job_id}: {subject}: Invalid node name specified")
             if view.state != "pending":
                 raise SlurmRefusedError(f"job {job_id}: {subject}: Job is no longer pending execution")
-            before = self.node_choices.get(job_id, NodeChoice())
+            before = self.node_choices.get(job_id, NodeChoice(partition="main"))
             self.node_choices[job_id] = msgspec.structs.replace(before, excluded=tuple(sorted(nodes)))
             self._answer()
 

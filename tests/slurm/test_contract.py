@@ -375,11 +375,11 @@ def test_asking_for_a_job_again_that_waits_already_changes_nothing(scene: Scene)
 
 def test_a_requeued_job_is_kept_from_some_nodes(scene: Scene) -> None:
     job = scene.submit(2)
-    assert scene.user.node_choice(job) == NodeChoice()
+    assert scene.user.node_choice(job) == NodeChoice(partition="main")
     refused(scene.user.exclude_nodes, job, ["n1"])
     scene.user.requeue(job)
     scene.user.exclude_nodes(job, ["n2", "n3"])  # at once: its processes may still be ending
-    assert scene.user.node_choice(job) == NodeChoice(excluded=("n2", "n3"))
+    assert scene.user.node_choice(job) == NodeChoice(partition="main", excluded=("n2", "n3"))
     scene.user.exclude_nodes(job, ["n1"])
     assert scene.user.node_choice(job).excluded == ("n1",)
     for name in ("nowhere", *BAD_NAMES):
@@ -396,7 +396,8 @@ def test_nodes_that_a_job_chooses_by_name_are_told(scene: Scene) -> None:
     script.write_text(SCRIPT)
     options = ["--nodes=2", "--hold", "--output=/dev/null"]
     job = scene.user.submit(script, [*options, "--nodelist=n[1-2]", "--exclude=n3,n4", "--contiguous"])
-    assert scene.user.node_choice(job) == NodeChoice(requested=("n1", "n2"), excluded=("n3", "n4"), contiguous=True)
+    named = NodeChoice(partition="main", requested=("n1", "n2"), excluded=("n3", "n4"), contiguous=True)
+    assert scene.user.node_choice(job) == named
 
 
 def test_jobs_of_others_are_refused(scene: Scene) -> None:

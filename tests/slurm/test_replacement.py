@@ -90,6 +90,7 @@ def test_nothing_of_the_main_job_reaches_the_new_one(sbatch: Sbatch) -> None:
         "SLURM_JOB_ID": "77",
         "SLURM_NTASKS": "4",
         "SBATCH_EXCLUSIVE": "1",
+        "SBATCH_PARTITION": "main",  # would override the partition that the replacement asks for
         "SRUN_DEBUG": "3",
         "CUDA_VISIBLE_DEVICES": "5",
         "PYTHONPATH": "/home/user/code",

@@ -36,6 +36,7 @@ class InSlurm(NamedTuple):
     died_before: tuple[str, ...]
     may_requeue: bool
     restarts_left: int
+    warning_lead_s: float
 
 
 def look_at_release(slurm: Slurm, notice: Callable[[str], None]) -> None:
@@ -102,6 +103,7 @@ def of_slurm(
         died_before=earlier.died,
         may_requeue=section.on_warning == "requeue" if requeue_asked is None else requeue_asked,
         restarts_left=section.restarts - failed - 1,
+        warning_lead_s=batch_script.warning_lead_s(os.environ, script),
     )
 
 

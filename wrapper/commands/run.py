@@ -367,6 +367,7 @@ def _settings(
         died_before=of_slurm.died_before,
         may_requeue=of_slurm.may_requeue,
         restarts_left=of_slurm.restarts_left,
+        warning_lead_s=of_slurm.warning_lead_s,
         replacements=slurm.replacements,
         replacement_least_left_s=slurm.replacement_min_left,
         replacement_wait_s=slurm.replacement_wait,

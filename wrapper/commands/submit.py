@@ -87,7 +87,7 @@ def submit(
     client = slurm()
     _check_cluster(os.environ, client)
     if choices := sbatch_choices(os.environ):
-        names = ", ".join(f"{key}={value}" for key, value in sorted(choices.items()))
+        names = ", ".join(sorted(choices))  # values may be secret
         notice(f"your environment has options for sbatch, which come before those of {job_file.name}: {names}")
     _check_release(configuration, job_file, client)
     folder = _keep(configuration, job_file, chain)

@@ -95,7 +95,8 @@ def _bounded(configuration: Configuration, authority: str) -> Configuration:
         if source := configuration.origin("slurm", key):
             raise ConfigurationError(f"{source}: [slurm] {key}: {requested}, but {authority} allows {most}; lower it")
         lower[key] = most
-    check_partition(slurm.partition, configuration, "[slurm] partition", authority)
+    for key in ("partition", "replacement_partition"):
+        check_partition(getattr(slurm, key), configuration, f"[slurm] {key}", authority)
     return configuration.model_copy(update={"slurm": slurm.model_copy(update=lower)}) if lower else configuration
 
 

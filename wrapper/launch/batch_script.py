@@ -35,15 +35,26 @@ def options(script: str | None) -> Iterator[str]:
             return  # sbatch stops reading here
 
 
-def warning(environment: Mapping[str, str], script: str | None) -> str | None:
-    """Return the signal, such as `USR2`, that Slurm was asked to send to the batch script alone; None if no such
-    request is visible."""
+def _requested(environment: Mapping[str, str], script: str | None) -> str:
+    """Return the value of `--signal`; empty if it is not visible."""
     requested = environment.get("SBATCH_SIGNAL", "")
     for word, following in itertools.pairwise([*options(script), ""]):
         name, separator, value = word.partition("=")
         if name == "--signal":
             requested = value if separator else following
-    match = _SIGNAL.fullmatch(requested)
+    return requested
+
+
+def warning_lead_s(environment: Mapping[str, str], script: str | None) -> float:
+    """Return how many seconds before the time limit Slurm was asked to send its signal; 0 if this is not visible."""
+    _, _, seconds = _requested(environment, script).partition("@")
+    return float(seconds) if seconds.isdigit() else 0.0
+
+
+def warning(environment: Mapping[str, str], script: str | None) -> str | None:
+    """Return the signal, such as `USR2`, that Slurm was asked to send to the batch script alone; None if no such
+    request is visible."""
+    match = _SIGNAL.fullmatch(_requested(environment, script))
     if match is None or "B" not in (match[1] or ""):
         return None
     name = match[2].upper().removeprefix("SIG")

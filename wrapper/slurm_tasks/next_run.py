@@ -29,13 +29,13 @@ def exclude_bad_nodes(request: RunRequest, slurm: Slurm, say: Callable[[str], No
     try:
         avoided = set(exclusion_lists.to_avoid(slurm, main.cluster, now, here))
         choice = slurm.node_choice(main.job_id)
-        excluded_before = set(choice.excluded)
-        excluded = avoided | (excluded_before - _no_longer_avoided(Exclusions(here, main.cluster), main.job_id, now))
-        if excluded == excluded_before:
-            return
-        names = ", ".join(sorted(excluded - excluded_before)) or names
-        if obstacle := _obstacle(request, main, slurm, choice, excluded):
+        kept = set(choice.excluded) - _no_longer_avoided(Exclusions(here, main.cluster), main.job_id, now)
+        names = ", ".join(sorted(avoided - kept)) or names
+        obstacle = _obstacle(request, main, slurm, choice, avoided | kept) if avoided - kept else ""
+        if obstacle:
             say(f"job {main.job_id}: its next run may get {names} again: {obstacle}")
+        excluded = kept if obstacle else avoided | kept
+        if excluded == set(choice.excluded):
             return
         slurm.exclude_nodes(main.job_id, sorted(excluded))
     except SlurmError as error:
@@ -55,11 +55,10 @@ def _obstacle(
         return f"it was submitted for {', '.join(requested)} by name"
     if choice.contiguous:
         return "it was submitted for contiguous nodes"
-    job_request = slurm.request(main.job_id)
-    if job_request.reservation:
-        return f"it runs in the reservation {job_request.reservation}"
+    if choice.reservation:
+        return f"it runs in the reservation {choice.reservation}"
     own_nodes = request.settings.node_names
-    partition_views = slurm.partition_nodes(job_request.partition or main.partition)
+    partition_views = slurm.partition_nodes(choice.partition or main.partition)
     other_nodes = alike(partition_views, own_nodes).difference(excluded)
     if len(other_nodes) < len(own_nodes):
         needed = count_of(len(own_nodes), "node")

@@ -17,6 +17,8 @@ from resihp.controller.state.requests import Closing
 from resihp.record.journal import JobEnded
 from resihp.words import count_of
 
+CLOSING_S = 15.0
+"""Longest time for the decisions about the failed nodes of a job that ends."""
 NOT_RESTARTED = (
     "nothing was restarted: a script that does not train with resihp.Trainer ends with its first rank that fails; "
     'submit it again, or make it survive failures: docs/interface.md, "Scripts that do not use resihp"'
@@ -182,7 +184,7 @@ def _end_once_decided(job: Job, exit_code: int, reason: str, requeue: bool = Fal
     if job.stage == "recovering" or not drains.are_undecided(job):
         end(job, exit_code, reason, requeue=requeue)
         return
-    job.closing = Closing(exit_code=exit_code, reason=reason, requeue=requeue)
+    job.closing = Closing(exit_code=exit_code, reason=reason, requeue=requeue, until=job.now + CLOSING_S)
     job.transition = job.pause = None
     job.move("closing")
     job.say("notice", f"{reason}; looking for other lost nodes before it ends")
@@ -194,8 +196,11 @@ def review(job: Job) -> None:
     if job.stage != "closing" or job.stop_request is not None:
         return
     assert job.closing is not None
+    in_time = job.now < job.closing.until
+    if in_time:
+        incidents.log_incidents(job)  # nodes that were lost since then
     drains.review(job)
-    if not drains.are_undecided(job):
+    if not in_time or not drains.are_undecided(job):
         end(job, job.closing.exit_code, job.closing.reason, requeue=job.closing.requeue)
 
 

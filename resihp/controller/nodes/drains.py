@@ -76,6 +76,8 @@ def _say(job: Job, node: str, decision: Decision) -> None:
 
 def resume(job: Job) -> None:
     """Repeat, after a take-over, the orders that were decided but never answered."""
+    if not job.settings.slurm:
+        return
     for drain in job.record.drains.values():
         if not drain.settled:
             job.do(_climb(drain))
@@ -110,9 +112,14 @@ def _decision(job: Job, verdict: Verdict) -> Decision | None:
         hardware=verdict.hardware,
         answers=lost_node is not None and lost_node.answers,
         together=lost_node is not None and _together(job, lost_node),
-        died_before=verdict.node in job.settings.died_before,
+        died_before=verdict.node in job.settings.died_before and _has_joined(job, verdict.node),
         may_drain=sum(drain.measure == "drain" for drain in record.drains.values()) < job.settings.drains_left,
     )
+
+
+def _has_joined(job: Job, name: str) -> bool:
+    """Return whether a node was ever in this run. One that never joined may only have been slow to start."""
+    return name in job.nodes and job.nodes[name].devices > 0
 
 
 def _together(job: Job, lost_node: LostNode) -> bool:

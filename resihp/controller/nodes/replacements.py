@@ -33,7 +33,8 @@ RETRY_AFTER_S = 30.0
 MAX_RETRY_AFTER_S = 600.0
 """Largest number of seconds from a failed request to the next one."""
 MAX_REFUSALS = 8
-"""Number of requests that Slurm may refuse to accept; with the pauses between them, they take 40 minutes."""
+"""Number of requests in place of one node that Slurm may refuse to accept; with the pauses between them, they take 40
+minutes."""
 
 
 def review(job: Job) -> None:
@@ -94,13 +95,26 @@ def _compare(job: Job) -> None:
 
 
 def _requests_left(job: Job) -> int:
-    """Return how many further nodes the job may request. A request that Slurm did not accept costs nothing, but after
-    `MAX_REFUSALS` of them the next would be refused as well."""
+    """Return how many further nodes the job may request now. A request that Slurm did not accept costs nothing; the
+    next is for one node only, to find out whether Slurm accepts it."""
+    requests = list(job.record.replacements.values())
+    refused = sum(map(_was_not_accepted, requests))
+    left = max(0, job.settings.replacements - (len(requests) - refused))
+    answered = [request for request in requests if request.state != "asked"]
+    if answered and _was_not_accepted(answered[-1]):
+        return min(left, 1) if len(answered) == len(requests) else 0
+    return left
+
+
+def _was_not_accepted(request: Replacement) -> bool:
+    return request.state == "refused" and request.slurm_job is None
+
+
+def _is_refused_for_good(job: Job, name: str) -> bool:
+    """Return whether Slurm has so often not accepted a request for a node in place of this one that another is
+    useless."""
     requests = job.record.replacements.values()
-    refused = sum(request.state == "refused" and request.slurm_job is None for request in requests)
-    if refused >= MAX_REFUSALS:
-        return 0
-    return max(0, job.settings.replacements - (len(requests) - refused))
+    return sum(request.instead == name and _was_not_accepted(request) for request in requests) >= MAX_REFUSALS
 
 
 def nodes_lacking(job: Job) -> int:
@@ -133,6 +147,7 @@ def missing(job: Job) -> list[str]:
         for lost in job.record.lost.values()
         if lost.name not in filled
         and lost.name not in arrived
+        and not _is_refused_for_good(job, lost.name)
         and job.now - releases[lost.name].lost_at >= COINCIDENCE_S
     ]
 
@@ -189,7 +204,7 @@ def _note_taken(job: Job, request: Replacement, event: api.ReplacementNews) -> N
         return
     if event.by_slurm:
         job.maintenance.taken_by_slurm.add(request.node)
-    else:
+    elif request.node in job.nodes and job.nodes[request.node].alive:  # else it was lost while Slurm had taken it
         job.maintenance.taken_by_slurm.discard(request.node)
 
 

@@ -40,14 +40,7 @@ def review(job: Job) -> None:
     each event."""
     if not job.settings.slurm or job.stage == "ended":
         return
-    lost_nodes, job.maintenance.unwatched = job.maintenance.unwatched, []
-    guests = replacements.guests(job) if lost_nodes else set()
-    for name in lost_nodes:
-        job.do(api.WatchNode(node=name))
-        if name in guests:  # Slurm may have ended or suspended its Slurm job
-            job.do(api.WatchReplacements())
-        if job.settings.replacements:  # the worth of a replacement depends on the time left
-            job.do(api.AskTimeLeft())
+    watch_lost(job)
     if job.stage == "gathering":
         return
     drains.review(job)
@@ -58,6 +51,20 @@ def review(job: Job) -> None:
         _vacate(job)
         _release(job)
     replacements.review(job)
+
+
+def watch_lost(job: Job) -> None:
+    """Have Slurm's view of newly lost nodes watched. Slurm may have ended or suspended the job of a replacement."""
+    if not job.settings.slurm:
+        return
+    lost_nodes, job.maintenance.unwatched = job.maintenance.unwatched, []
+    guests = replacements.guests(job) if lost_nodes else set()
+    for name in lost_nodes:
+        job.do(api.WatchNode(node=name))
+        if name in guests:
+            job.do(api.WatchReplacements())
+        if job.settings.replacements:  # the worth of a replacement depends on the time left
+            job.do(api.AskTimeLeft())
 
 
 # --- giving nodes back --------------------------------------------------------------------------------------------
@@ -259,7 +266,6 @@ def resume(job: Job) -> None:
     twice."""
     if not job.settings.slurm or job.stage == "ended":
         return
-    drains.resume(job)
     for name in job.record.lost:
         if name not in job.maintenance.unwatched:
             job.do(api.WatchNode(node=name))

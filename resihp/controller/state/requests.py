@@ -67,3 +67,5 @@ class Closing:
     exit_code: int
     reason: str
     requeue: bool
+    until: float
+    """Time at which the job ends at the latest, on the controller's clock."""

@@ -94,15 +94,16 @@ def test_a_warning_leads_to_a_checkpoint_of_the_iteration_under_way_and_a_requeu
     assert asked(job, api.AskWhy) == []
 
 
-def warned_after(seconds: float, limit_s: float | None) -> api.End:
+def warned_after(seconds: float, limit_s: float | None, lead_s: float = 300.0) -> api.End:
     """How a job ends that is warned so long after its start."""
-    job = trained()
+    job = trained(warning_lead_s=lead_s)
     if limit_s is not None:
         job.feed(api.TimeLeft(seconds=limit_s))
     job.now += seconds
     supervisor_gets(job, USR2)
     pause(job)
     write(job, 0, 1)
+    job.wait(3)
     assert job.end is not None
     return job.end
 
@@ -115,10 +116,25 @@ def test_a_run_that_is_warned_right_after_its_start_is_not_requeued_for_ever() -
     assert "raise the time limit (--time)" in end.reason
 
 
-@pytest.mark.parametrize(("seconds", "limit_s"), [(100.0, 400.0), (2.0, 86400.0), (2.0, None)])
-def test_a_warning_for_another_reason_leads_to_a_requeue(seconds: float, limit_s: float | None) -> None:
-    end = warned_after(seconds, limit_s)
+@pytest.mark.parametrize(
+    ("seconds", "limit_s", "lead_s"),
+    [(100.0, 400.0, 300.0), (2.0, 3000.0, 300.0), (2.0, None, 300.0), (2.0, 240.0, 0.0)],
+)
+def test_a_warning_for_another_reason_leads_to_a_requeue(seconds: float, limit_s: float | None, lead_s: float) -> None:
+    """A preemption within a minute of the start, for example, where Slurm announces it with the same signal."""
+    end = warned_after(seconds, limit_s, lead_s)
     assert (end.exit_code, end.requeue) == (75, True)
+
+
+def test_a_warning_that_comes_before_the_time_limit_is_known_waits_for_it() -> None:
+    """It may have arrived while the supervisor was being imported."""
+    job = Direct(slurm=True, warning_lead_s=300.0)
+    job.confirm()
+    supervisor_gets(job, USR2)
+    assert job.end is None
+    job.feed(api.TimeLeft(seconds=240.0))
+    assert job.end is not None
+    assert (job.end.exit_code, job.end.requeue) == (143, False)
 
 
 def test_a_warning_ends_the_job_if_it_is_not_to_come_back() -> None:

@@ -97,7 +97,7 @@ def test_options_in_the_environment_are_kept_and_said(job_file: Path, monkeypatc
     monkeypatch.setenv("SBATCH_CONSTRAINT", "h100")
     monkeypatch.setenv("SBATCH_TIMELIMIT", "60")
     _, told = submitted(job_file, FakeSlurm(["n1"]))
-    said = "SBATCH_CONSTRAINT=h100, SBATCH_TIMELIMIT=60"
+    said = "SBATCH_CONSTRAINT, SBATCH_TIMELIMIT"
     assert f"your environment has options for sbatch, which come before those of job.toml: {said}" in told
 
 

@@ -227,6 +227,7 @@ def test_a_site_bounds_what_users_ask_for(fresh_home: Path, monkeypatch: pytest.
         ("drains = 2", r"job\.toml: \[slurm\] drains: 2, but .*etc\.toml allows 1; lower it"),
         ("replacements = 1", r"job\.toml: \[slurm\] replacements: 1, but .*etc\.toml allows 0"),
         ("partition = 'gpu,debug'", r"\[slurm\] partition: debug is not allowed by .*etc\.toml; choose gpu or long"),
+        ("replacement_partition = 'debug'", r"\[slurm\] replacement_partition: debug is not allowed by .*etc\.toml"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             asked(slurm)

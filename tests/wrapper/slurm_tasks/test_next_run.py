@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from slurm.client import JobRequest, NodeChoice
+from slurm.client import NodeChoice
 from slurm.drains.exclusions import Exclusions
 from tests.slurm.fake_slurm import FakeSlurm
 from tests.wrapper.run_requests import run_request
@@ -50,7 +50,7 @@ class Requeued:
         return self.slurm.node_choice(self.job).excluded
 
     def chose(self, **choice: Any) -> None:
-        self.slurm.node_choices[self.job] = NodeChoice(**choice)
+        self.slurm.node_choices[self.job] = NodeChoice(partition="main", **choice)
 
 
 @pytest.fixture
@@ -87,6 +87,17 @@ def test_an_exclusion_of_an_earlier_run_ends_with_its_time(requeued: Requeued) -
     assert requeued.exclude() == ("n4",)
 
 
+def test_an_exclusion_that_is_over_is_removed_also_if_another_cannot_be_made(requeued: Requeued) -> None:
+    requeued.chose(excluded=("n4",))
+    requeued.avoid("n4", for_s=-1)
+    requeued.avoid("n2")
+    for name in ("n1", "n3"):
+        requeued.slurm.set_node(name, state="down")
+    assert requeued.exclude() == ()
+    (said,) = requeued.said
+    assert said.startswith("job 77: its next run may get n2 again: it needs 2 nodes")
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -115,24 +126,23 @@ def test_nodes_in_use_by_others_are_worth_waiting_for(requeued: Requeued) -> Non
 
 
 @pytest.mark.parametrize(
-    ("choice", "asked", "why"),
+    ("choice", "why"),
     [
-        ({"requested": ("n2",)}, {}, "it was submitted for n2 by name"),
-        ({"contiguous": True}, {}, "it was submitted for contiguous nodes"),
-        ({}, {"reservation": "workshop"}, "it runs in the reservation workshop"),
+        ({"requested": ("n2",)}, "it was submitted for n2 by name"),
+        ({"contiguous": True}, "it was submitted for contiguous nodes"),
+        ({"reservation": "workshop"}, "it runs in the reservation workshop"),
     ],
 )
 def test_where_it_is_not_known_which_others_it_could_get_nothing_is_changed(
-    requeued: Requeued, choice: dict[str, Any], asked: dict[str, Any], why: str
+    requeued: Requeued, choice: dict[str, Any], why: str
 ) -> None:
     requeued.chose(**choice)
-    requeued.slurm.job_requests[requeued.job] = JobRequest(partition="main", **asked)
     requeued.avoid("n2")
     assert requeued.exclude() == ()
     assert requeued.said == [f"job 77: its next run may get n2 again: {why}"]
 
 
-@pytest.mark.parametrize("method", ["node_choice", "request", "partition_nodes", "exclude_nodes"])
+@pytest.mark.parametrize("method", ["node_choice", "partition_nodes", "exclude_nodes"])
 def test_a_refusal_is_said_and_harms_nothing(requeued: Requeued, method: str) -> None:
     requeued.avoid("n2")
     requeued.slurm.refuse[method] = "not today"

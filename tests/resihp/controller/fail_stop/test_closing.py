@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from resihp.controller import interface as api
+from resihp.controller.fail_stop import endings
 from resihp.record.journal import DrainDecided, DrainWaived, FailureFound, JobEnded, NodeLost
 from resihp.simulator.scenarios.scenario import SIGTERM
 from tests.resihp.controller.direct import Direct
@@ -81,7 +82,31 @@ def test_nodes_that_go_within_two_seconds_of_each_other_are_not_excluded() -> No
     assert ended(job) == REQUEUED
     assert job.all(DrainDecided) == []
     assert [entry.node for entry in job.all(NodeLost)] == ["n2", "n3"]
-    assert [entry.node for entry in job.all(DrainWaived)] == ["n2"]
+    assert [entry.node for entry in job.all(DrainWaived)] == ["n2", "n3"]
+
+
+def test_a_node_that_is_lost_while_the_run_ends_is_dealt_with_as_well() -> None:
+    job = on_two_nodes(nodes=4, tp=2, pp=4)
+    breaks(job, 3)
+    job.park(stepped=job.job.record.committed)
+    job.wait(1)
+    job.feed(api.AgentLost(node="n3", reason="connection closed for 1 s", how="silent"))
+    job.wait(4)
+    assert ended(job) == REQUEUED
+    assert decisions(job) == [("n2", "drain", "hardware"), ("n3", "exclude", "died")]
+
+
+def test_a_run_ends_in_time_however_many_nodes_are_lost_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endings, "CLOSING_S", 3.0)
+    job = on_two_nodes(nodes=4, tp=2, pp=4)
+    lose(job)
+    job.wait(1)
+    job.feed(api.AgentLost(node="n3", reason="connection closed for 1 s", how="silent"))
+    job.wait(1)
+    job.feed(api.AgentLost(node="n4", reason="connection closed for 1 s", how="silent"))
+    assert ended(job) is None
+    job.wait(1)
+    assert ended(job) == REQUEUED
 
 
 def test_a_run_that_is_cancelled_meanwhile_is_not_requeued_and_excludes_nobody() -> None:

@@ -769,6 +769,21 @@ def test_a_request_that_slurm_does_not_accept_costs_none_of_the_allowance(monkey
     assert len(job.all(ReplacementAsked)) == 3
 
 
+def test_after_a_refusal_one_node_at_a_time_is_asked_for() -> None:
+    """Of a rack, for example: as many refusals at once would leave nothing to be asked for."""
+    job = trained(nodes=8, replacements=4)
+    job.lose("n3", "n4", reason=AGENT)
+    job.train(3)
+    assert len(job.all(ReplacementAsked)) == 2
+    for number in (1, 2):
+        job.news(number, "refused", slurm_job=None)
+    job.train(70)
+    assert len(job.all(ReplacementAsked)) == 3
+    job.news(3, "pending")
+    job.train(5)
+    assert len(job.all(ReplacementAsked)) == 4
+
+
 def test_a_request_that_comes_to_nothing_is_made_again_after_a_while() -> None:
     job = trained(replacements=2)
     job.lose("n3")
@@ -884,6 +899,15 @@ def test_a_replacement_that_slurm_takes_away_without_notice_is_not_blamed(state:
     assert [entry.node for entry in job.all(DrainDecided)] == ["n3"]
     assert [entry.node for entry in job.all(DrainWaived)] == ["n9"]
     assert [entry.node for entry in job.all(ReplacementAsked)] == asked
+
+
+def test_a_replacement_that_was_lost_while_suspended_is_not_blamed_once_slurm_resumes_it() -> None:
+    job = replaced(replacements=3)
+    taken(job, "running")
+    job.lose("n9")
+    job.news(1, "running", node="n9")
+    job.train(20)
+    assert [entry.node for entry in job.all(DrainDecided)] == ["n3"]
 
 
 def test_a_replacement_that_dies_is_blamed_unless_slurm_says_otherwise_soon() -> None:

@@ -75,7 +75,7 @@ def climb(
         yield first
         if ask and spool is not None:
             yield _request_in_spool(spool, "drain", node, job_id=job_id, reason=reason, now=now)
-    yield _exclude(exclusions, node, reason, job_id, measure, now, exclude_s)
+    yield exclude(exclusions, node, reason, job_id, measure, now, exclude_s)
 
 
 def descend(
@@ -203,9 +203,10 @@ def _request_in_spool(
     return _step("spool", "done", f"node {node}: {kind} asked for in {path}; the site's hook decides")
 
 
-def _exclude(
+def exclude(
     exclusions: Exclusions, node: str, reason: str, job_id: str, measure: Measure, now: float, for_s: float
 ) -> Step:
+    """Take the last step of the ladder by itself: exclude the node from the user's own jobs for `for_s` seconds."""
     words = sanitised(reason).removeprefix(PREFIX)
     try:
         added = exclusions.add(node, words, now + for_s, job_id=job_id, measure=measure, now=now)

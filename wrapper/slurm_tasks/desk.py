@@ -150,6 +150,7 @@ class SlurmDesk:
         """After the job has ended: do the remaining drains, and cancel all replacement requests, whether or not their
         nodes have joined."""
         self._agenda.keep("drain")
+        self._agenda.plan("exclude", float("-inf"), self._nodes.exclude_unfinished)
         self._agenda.plan("close", 0.0, self._replacements.cancel_all)
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):

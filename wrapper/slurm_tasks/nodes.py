@@ -53,6 +53,8 @@ class Nodes:
         self._watched: dict[str, int] = {}
         """Nodes that may be lost without Slurm having noticed, and the number of queries since the loss was known."""
         self._seen: dict[str, tuple[str, str]] = {}
+        self._unfinished: dict[int, api.DrainNode] = {}
+        """Orders of which not all steps of the ladder have been taken, by the number of the drain."""
 
     def watch(self, node: str) -> None:
         self._watched[node] = 0
@@ -84,6 +86,7 @@ class Nodes:
         """Return work that takes the steps of the drain ladder for one node. Each step is separate work, and starts
         only when it runs."""
         rungs = self._climb(action)
+        self._unfinished[action.drain] = action
         return lambda: self._next_rung(action, rungs)
 
     def _climb(self, action: api.DrainNode) -> Iterator[drain.Step]:
@@ -103,9 +106,19 @@ class Nodes:
             most_drained=self._main.most_drained,
         )
 
+    def exclude_unfinished(self) -> Done:
+        """Exclude the nodes of unfinished ladders from the user's jobs now: the job ends, and Slurm may not answer the
+        steps before this one in time."""
+        main, guests = self._main, self._replacements.guests()
+        for action in list(self._unfinished.values()):
+            job_id, for_s = guests.get(action.node) or main.job_id, EXCLUSION_S[action.grounds]
+            drain.exclude(self._exclusions, action.node, action.reason, job_id, action.measure, self._now(), for_s)
+        return Done()
+
     def _next_rung(self, action: api.DrainNode, rungs: Iterator[drain.Step]) -> Done:
         step = next(rungs, None)
         if step is None:
+            self._unfinished.pop(action.drain, None)
             return Done()
         event = api.DrainStep(
             drain=action.drain, node=action.node, step=step.step, outcome=step.outcome, text=step.text

@@ -767,6 +767,21 @@ def test_a_request_that_is_cancelled_before_it_was_submitted_never_is(desk: Desk
     assert desk.submitted == []
 
 
+def test_bad_nodes_are_excluded_first_when_the_job_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm may need longer for the drains than a job that ends can wait, and the next run reads the list."""
+    desk = Desk(tmp_path, operator=True)
+    seen: list[list[str]] = []
+
+    def hang(node: str, reason: str) -> None:
+        seen.append([each.node for each in Exclusions(tmp_path, "fake").current(desk.now)])
+
+    monkeypatch.setattr(desk.slurm, "drain", hang)
+    for number, node in ((1, "n2"), (2, "n3")):
+        desk.desk.carry_out(api.DrainNode(drain=number, node=node, reason="Xid 79", measure="drain"))
+    asyncio.run(desk.desk.close())
+    assert seen == [["n2", "n3"], ["n2", "n3"]]
+
+
 def test_all_requests_are_cancelled_when_the_job_has_ended(desk: Desk) -> None:
     desk.ask(1)
     desk.ask(2)

@@ -72,9 +72,9 @@ def hear(
         case api.Signalled():
             _signalled(job, event)
         case api.AgentSignalled():
-            heard = agent_signals.interpret(job, event)
-            if heard is not None:
-                _begin(job, heard.signal, heard.meaning, heard.cause)
+            job_signal = agent_signals.interpret(job, event)
+            if job_signal is not None:
+                _begin(job, job_signal.signal, job_signal.meaning, job_signal.cause)
         case api.TimeLeft():
             job.deadline = None if event.seconds is None else job.now + event.seconds
         case api.StopMeaning():

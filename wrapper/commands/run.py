@@ -377,11 +377,7 @@ def _settings(
 
 
 def _detection(section: DetectSection) -> Detection:
-    probe_limits = ProbeLimits(
-        fit=section.fit,
-        link_fit=section.link_fit,
-        link_confirmed=section.link_confirmed,
-    )
+    probe_limits = ProbeLimits(fit=section.fit, link_fit=section.link_fit, link_confirmed=section.link_confirmed)
     return Detection(
         mode=section.mode,
         false_alarms_per=section.false_alarms_per,

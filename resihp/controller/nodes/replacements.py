@@ -99,11 +99,11 @@ def _requests_left(job: Job) -> int:
     next is for one node only, to find out whether Slurm accepts it."""
     requests = list(job.record.replacements.values())
     refused = sum(map(_was_not_accepted, requests))
-    left = max(0, job.settings.replacements - (len(requests) - refused))
+    requests_left = max(0, job.settings.replacements - (len(requests) - refused))
     answered = [request for request in requests if request.state != "asked"]
     if answered and _was_not_accepted(answered[-1]):
-        return min(left, 1) if len(answered) == len(requests) else 0
-    return left
+        return min(requests_left, 1) if len(answered) == len(requests) else 0
+    return requests_left
 
 
 def _was_not_accepted(request: Replacement) -> bool:

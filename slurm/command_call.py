@@ -33,7 +33,7 @@ _OUR_FOLDER = str(Path(os.path.abspath(__file__)).parents[1])
 """Folder from which resihp is imported."""
 CLUSTER_CHOICES = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")
 """Variables that make sbatch submit to another cluster."""
-_NOT_FOR_SUBMITTING = ("SBATCH_CLUSTERS", "SBATCH_WAIT")
+_NOT_FOR_SUBMITTING = (*CLUSTER_CHOICES, "SBATCH_WAIT")
 """Options that the commands of resihp cannot honour: they talk to one cluster, and do not wait for a job's end."""
 _OUTPUT_PREFIXES = ("SBATCH_CPU_BIND", "SBATCH_MEM_BIND")
 """Variables of a batch script that describe it; they are no options of sbatch."""

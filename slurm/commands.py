@@ -141,14 +141,7 @@ class CommandLine:
     def node_choice(self, job_id: str) -> NodeChoice:
         self._check_job(job_id)
         answer = self._ask(f"job {job_id}: its nodes cannot be read", "scontrol", "show", "job", job_id)
-        lists = parse.node_choice(answer)
-        return NodeChoice(
-            partition=lists.partition,
-            reservation=lists.reservation,
-            requested=self._expand(lists.requested) if lists.requested else (),
-            excluded=self._expand(lists.excluded) if lists.excluded else (),
-            contiguous=lists.contiguous,
-        )
+        return parse.node_choice(answer, self._expand)
 
     def gpus(self, job_id: str) -> Mapping[str, int]:
         self._check_job(job_id)

@@ -7,7 +7,7 @@
 
 A job is in one stage at a time. `recovering` is the first stage of a new supervisor, until it knows the stage to
 continue from. A failure during training or a change of plan leads to `parking`; the job may end in any stage. A job
-under Slurm that has too few nodes left is `closing` for two seconds before it ends, to decide what to do about the lost
+under Slurm that has too few nodes left is `closing` for some seconds before its end, to decide about the lost
 nodes. A change that is not in the table raises InvalidMoveError with the latest events: it is a bug in resihp, and the
 job does not continue. Used by every module of the controller; imports none of them.
 """

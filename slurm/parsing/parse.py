@@ -7,11 +7,12 @@ requested by name (`NODE_FORMAT`, `JOB_FORMAT`); `fields` splits the answer into
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import suppress
 
 import msgspec
 
-from slurm.client import JobView, NodeView
+from slurm.client import JobView, NodeChoice, NodeView
 from slurm.errors import SlurmOutputError
 from slurm.parsing.fields import (
     COUNT_PATTERN,
@@ -214,25 +215,15 @@ def job_gpus(output: bytes) -> list[tuple[str, int]]:
     return gpus_by_nodes
 
 
-class NodeLists(msgspec.Struct, frozen=True):
-    """As `slurm.client.NodeChoice`, but with lists of nodes as Slurm prints them; empty for none."""
-
-    partition: str
-    reservation: str
-    requested: str
-    excluded: str
-    contiguous: bool
-
-
-def node_choice(output: bytes) -> NodeLists:
-    """Parse the part of `scontrol show job` about the nodes that Slurm may choose."""
+def node_choice(output: bytes, expand: Callable[[str], tuple[str, ...]]) -> NodeChoice:
+    """Parse the part of `scontrol show job` about the nodes that Slurm may choose. `expand` returns the names in a list
+    of nodes."""
     text = decoded(output, "scontrol")
-    lists, partition = _NODE_CHOICE.search(text), _PARTITION.search(text)
+    lists, partition, reservation = _NODE_CHOICE.search(text), _PARTITION.search(text), _RESERVATION.search(text)
     if lists is None or partition is None:
         raise unreadable("scontrol", "the nodes that a job requests and excludes", text)
-    reservation = _RESERVATION.search(text)
-    requested, excluded = ("" if nodelist in MISSING_VALUES else nodelist for nodelist in lists.groups())
-    return NodeLists(
+    requested, excluded = (() if nodelist in MISSING_VALUES else expand(nodelist) for nodelist in lists.groups())
+    return NodeChoice(
         partition=partition[1],
         reservation="" if reservation is None or reservation[1] in MISSING_VALUES else reservation[1],
         requested=requested,

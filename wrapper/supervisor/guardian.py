@@ -137,8 +137,8 @@ def _requeue(request: RunRequest) -> int:
     from wrapper.slurm_tasks.next_run import exclude_bad_nodes
     from wrapper.slurm_tasks.requeue import dead_nodes, requeue, say, until_noticed
 
-    for number_of_signal in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-        signal.signal(number_of_signal, signal.SIG_IGN)  # a warning must not end this process before the requeue
+    for signal_number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(signal_number, signal.SIG_IGN)  # a warning must not end this process before the requeue
     number, slurm = request.slurm.job_id, CommandLine()
     if request.slurm.gpus:
         until_noticed(number, slurm, dead_nodes(request.of_job))

@@ -13,7 +13,7 @@ from resihp.simulator.scenarios.scenario import SIGTERM
 from tests.resihp.controller.direct import Direct
 from tests.resihp.controller.nodes.test_drains import Job, breaks, decisions, recovered
 
-REQUEUED = (75, True)
+REQUEUE_ENDING = (75, True)
 
 
 def on_two_nodes(**changes: Any) -> Job:
@@ -38,7 +38,7 @@ def test_a_node_whose_death_ends_the_run_is_excluded_from_the_next() -> None:
     lose(job)
     assert ended(job) is None, "another node may yet turn out to be lost as well"
     job.wait(3)
-    assert ended(job) == REQUEUED
+    assert ended(job) == REQUEUE_ENDING
     assert decisions(job) == [("n2", "exclude", "died")]
     kinds = [type(action.entry) for action in job.actions if isinstance(action, api.Log)]
     assert kinds.index(DrainDecided) < kinds.index(JobEnded)
@@ -51,7 +51,7 @@ def test_a_node_that_ends_a_second_run_is_drained() -> None:
     lose(job)
     job.wait(3)
     assert decisions(job) == [("n2", "drain", "died again")]
-    assert ended(job) == REQUEUED
+    assert ended(job) == REQUEUE_ENDING
 
 
 def test_a_broken_device_that_ends_the_run_is_reason_for_a_drain() -> None:
@@ -60,7 +60,7 @@ def test_a_broken_device_that_ends_the_run_is_reason_for_a_drain() -> None:
     job.park(stepped=job.job.record.committed)
     job.wait(3)
     assert decisions(job) == [("n2", "drain", "hardware")]
-    assert ended(job) == REQUEUED
+    assert ended(job) == REQUEUE_ENDING
 
 
 def test_a_node_that_dies_before_training_begins_is_excluded() -> None:
@@ -69,7 +69,7 @@ def test_a_node_that_dies_before_training_begins_is_excluded() -> None:
     )
     job.feed(api.AgentLost(node="n2", reason="connection closed for 1 s", how="silent"))
     job.wait(3)
-    assert ended(job) == REQUEUED
+    assert ended(job) == REQUEUE_ENDING
     assert [(entry.node, entry.measure) for entry in job.all(DrainDecided)] == [("n2", "exclude")]
 
 
@@ -79,7 +79,7 @@ def test_nodes_that_go_within_two_seconds_of_each_other_are_not_excluded() -> No
     job.wait(1)
     job.feed(api.AgentLost(node="n3", reason="connection closed for 1 s", how="silent"))
     job.wait(3)
-    assert ended(job) == REQUEUED
+    assert ended(job) == REQUEUE_ENDING
     assert job.all(DrainDecided) == []
     assert [entry.node for entry in job.all(NodeLost)] == ["n2", "n3"]
     assert [entry.node for entry in job.all(DrainWaived)] == ["n2", "n3"]
@@ -92,7 +92,7 @@ def test_a_node_that_is_lost_while_the_run_ends_is_dealt_with_as_well() -> None:
     job.wait(1)
     job.feed(api.AgentLost(node="n3", reason="connection closed for 1 s", how="silent"))
     job.wait(4)
-    assert ended(job) == REQUEUED
+    assert ended(job) == REQUEUE_ENDING
     assert decisions(job) == [("n2", "drain", "hardware"), ("n3", "exclude", "died")]
 
 
@@ -106,7 +106,7 @@ def test_a_run_ends_in_time_however_many_nodes_are_lost_one_after_the_other(monk
     job.feed(api.AgentLost(node="n4", reason="connection closed for 1 s", how="silent"))
     assert ended(job) is None
     job.wait(1)
-    assert ended(job) == REQUEUED
+    assert ended(job) == REQUEUE_ENDING
 
 
 def test_a_run_that_is_cancelled_meanwhile_is_not_requeued_and_excludes_nobody() -> None:
@@ -149,7 +149,7 @@ def test_the_batch_host_is_never_excluded(batch_node: str) -> None:
     job = on_two_nodes(batch_node=batch_node)
     lose(job)
     job.wait(3)
-    assert ended(job) == REQUEUED
+    assert ended(job) == REQUEUE_ENDING
     assert job.all(DrainDecided) == []
 
 
@@ -158,7 +158,7 @@ def test_messages_of_ranks_no_longer_count() -> None:
     lose(job)
     job.crash(0)
     job.wait(3)
-    assert ended(job) == REQUEUED
+    assert ended(job) == REQUEUE_ENDING
     assert [entry.node for entry in job.all(FailureFound)] == ["n2"]
 
 
@@ -169,5 +169,5 @@ def test_a_successor_decides_what_its_predecessor_had_not_decided() -> None:
     job.park(stepped=job.job.record.committed)
     assert ended(job) is None
     job.wait(3)
-    assert ended(job) == REQUEUED
+    assert ended(job) == REQUEUE_ENDING
     assert decisions(job) == [("n2", "exclude", "died")]

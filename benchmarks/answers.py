@@ -24,7 +24,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from db.writer import Ledger
+from resihp.db.writer import Ledger
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal, journal_file
@@ -32,12 +32,12 @@ from resihp.record import journal, journal_file
 if not __package__:  # run as a file, not with -m
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from resihp.wrapper import registry
+from resihp.wrapper.job_files.job import Job
+from resihp.wrapper.job_files.registered import entry_of
+from resihp.wrapper.job_folder import create_local_job, take_lock
+from resihp.wrapper.sinks.progress_file import ProgressFileWriter
 from tests.db.conftest import outcome, started
-from wrapper import registry
-from wrapper.job_files.job import Job
-from wrapper.job_files.registered import entry_of
-from wrapper.job_folder import create_local_job, take_lock
-from wrapper.sinks.progress_file import ProgressFileWriter
 
 LIMITS_S = {"resihp --help": 0.2, "resihp jobs": 0.3}
 COMMANDS = (("--help",), ("jobs",), ("jobs", "--all"))
@@ -108,7 +108,7 @@ def begin(jobs: int) -> list[Job]:
 
 def measure(command: tuple[str, ...], folder: Path) -> tuple[float, float]:
     """Seconds by the clock, and of processors."""
-    code = "from wrapper.__main__ import main; main()"
+    code = "from resihp.__main__ import main; main()"
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run(
         [sys.executable, "-P", "-c", code, *command],

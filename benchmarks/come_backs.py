@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "pretrain_gpt.py"
-WRAPPER = [sys.executable, "-m", "wrapper"]
+WRAPPER = [sys.executable, "-m", "resihp"]
 VICTIM, DIES_AT, ITERATIONS, SPEED = 5, 10, 45, 0.7
 EQUAL = 0.95
 """Of what the device had to do before: from here on it takes part as if it were healthy."""

@@ -36,12 +36,12 @@ from rich.console import Console
 from rich.table import Table
 from sqlalchemy.orm import Session
 
-from db import migrate
-from db.engine import file_of, make_engine, resolve
-from db.exchange import import_from
-from db.projection.applying import apply_all
-from db.projection.jobs import job_of
-from db.reading.reader import Reader
+from resihp.db import migrate
+from resihp.db.engine import file_of, make_engine, resolve
+from resihp.db.exchange import import_from
+from resihp.db.projection.applying import apply_all
+from resihp.db.projection.jobs import job_of
+from resihp.db.reading.reader import Reader
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan, spread
@@ -574,7 +574,7 @@ def answers(url: str, again: int) -> Iterator[Answer]:
         for _ in range(again):
             began = time.monotonic()
             done = subprocess.run(
-                [sys.executable, "-m", "wrapper", *words, "--ledger", url], capture_output=True, text=True, check=False
+                [sys.executable, "-m", "resihp", *words, "--ledger", url], capture_output=True, text=True, check=False
             )
             times.append(time.monotonic() - began)
         lines = [line.strip() for line in (done.stdout or done.stderr).splitlines() if line.strip(" ─")]

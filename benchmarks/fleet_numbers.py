@@ -31,13 +31,13 @@ if not __package__:  # run as a file, not with -m
 
 from benchmarks import fleet as made
 from benchmarks import ledger_size, ledger_writers
-from db import migrate
-from db.engine import resolve
-from db.grants import statements
-from db.reading import queries
-from db.reading.reader import Reader
-from db.settling import settle
-from db.writing.catch_up import catch_up
+from resihp.db import migrate
+from resihp.db.engine import resolve
+from resihp.db.grants import statements
+from resihp.db.reading import queries
+from resihp.db.reading.reader import Reader
+from resihp.db.settling import settle
+from resihp.db.writing.catch_up import catch_up
 from resihp.errors import ResihpError
 from tests.db.conftest import BEGAN, story, write_journal
 from tests.db.postgres import FAST, Server

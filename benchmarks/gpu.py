@@ -70,7 +70,7 @@ try:
 except ModuleNotFoundError:
     raise SystemExit(f"{build} has no attention for packed documents; 2.10 or later is needed, 2.11 best")
 try:
-    import megatron.core, msgspec, psutil, rich, wrapper.cli
+    import megatron.core, msgspec, psutil, rich, resihp.wrapper.cli
 except ModuleNotFoundError as error:
     needs(error.name)
 """

@@ -27,10 +27,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from db.engine import file_of, make_engine, resolve
-from db.telemetry import report_rows
-from db.telemetry.condensed import MAX_OPEN_ITERATIONS
-from db.writer import Ledger
+from resihp.db.engine import file_of, make_engine, resolve
+from resihp.db.telemetry import report_rows
+from resihp.db.telemetry.condensed import MAX_OPEN_ITERATIONS
+from resihp.db.writer import Ledger
 from resihp.protocol.messages import StepOutcome
 from resihp.record import journal
 

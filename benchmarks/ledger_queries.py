@@ -24,14 +24,14 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-from db import migrate
-from db.engine import make_engine, resolve
-from db.reading import fleet, queries
-from db.reading.costs import fleet_costs
-from db.reading.iterations.newest import newest_iterations
-from db.reading.plans import plan_rows
-from db.reading.reader import Reader
-from db.reading.tables import TABLES, Row
+from resihp.db import migrate
+from resihp.db.engine import make_engine, resolve
+from resihp.db.reading import fleet, queries
+from resihp.db.reading.costs import fleet_costs
+from resihp.db.reading.iterations.newest import newest_iterations
+from resihp.db.reading.plans import plan_rows
+from resihp.db.reading.reader import Reader
+from resihp.db.reading.tables import TABLES, Row
 
 if not __package__:  # run as a file, not with -m
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -26,10 +26,10 @@ if not __package__:  # run as a file, not with -m
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.ledger_ingest import begin
-from db.engine import make_engine, resolve
-from db.telemetry import queue as telemetry_queue
-from db.telemetry.report_rows import Report
-from db.writer import Ledger
+from resihp.db.engine import make_engine, resolve
+from resihp.db.telemetry import queue as telemetry_queue
+from resihp.db.telemetry.report_rows import Report
+from resihp.db.writer import Ledger
 from resihp.record import journal
 from tests.db.postgres import FAST, Server
 

@@ -30,19 +30,19 @@ import psycopg
 from rich.console import Console
 from rich.table import Table
 
-from db.engine import resolve
-from db.reading.queries import Reader
-from db.writer import Ledger
-from db.writing.catch_up import catch_up
+from resihp.db.engine import resolve
+from resihp.db.reading.queries import Reader
+from resihp.db.writer import Ledger
+from resihp.db.writing.catch_up import catch_up
 from resihp.errors import LedgerError
 from resihp.record import journal, journal_file
 
 if not __package__:  # run as a file, not with -m
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from resihp.wrapper.sinks.deferred_ledger import DeferredLedger
 from tests.db.killed_writer import long_story
 from tests.db.postgres import Server
-from wrapper.sinks.deferred_ledger import DeferredLedger
 
 DEFAULTS = "-c max_connections=100 -c shared_buffers=128MB"
 """As PostgreSQL comes; `Server` asks for less."""

@@ -1,9 +1,9 @@
 """Agents without a node, hundreds in a process: what the supervisor of a large job hears, from a machine that has none.
 
-Each has the real link to its leader (`wrapper.agent.supervisor_link`) over a real socket, beats once a second, copies
-the journal as far as its number, and answers for its workers: they start, declare, confirm, build, park and step as
-they are told. What workers say is encoded once for all that say the same. Told by `supervisor.py` over a pipe when to
-step, to die or to connect again; `Tally` is what it asks for.
+Each has the real link to its leader (`resihp.wrapper.agent.supervisor_link`) over a real socket, beats once a second,
+copies the journal as far as its number, and answers for its workers: they start, declare, confirm, build, park and step
+as they are told. What workers say is encoded once for all that say the same. Told by `supervisor.py` over a pipe when
+to step, to die or to connect again; `Tally` is what it asks for.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from resihp.protocol import messages as m
 from resihp.protocol.forwarding import label_of, order_in, records_in
 from resihp.protocol.framing import encode
 from resihp.record import journal_format
-from wrapper.agent.supervisor_link import LeaderLink
-from wrapper.agent.worker_history import REPORTED_STEPS, WorkerRecord
+from resihp.wrapper.agent.supervisor_link import LeaderLink
+from resihp.wrapper.agent.worker_history import REPORTED_STEPS, WorkerRecord
 
 MODEL = ModelSpec(layers=64, hidden=8192, heads=64, kv_groups=8, ffn_hidden=28672, vocab=128_000, sequence=8192)
 MICRO_BATCHES = 16
@@ -201,7 +201,7 @@ class LightAgent:
         )
 
     def inventory(self) -> m.Inventory:
-        """As `wrapper.agent.workers` tells it: the last steps of every worker."""
+        """As `resihp.wrapper.agent.workers` tells it: the last steps of every worker."""
         return m.Inventory(
             workers=tuple(
                 m.RunningWorker(

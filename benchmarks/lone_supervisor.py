@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from wrapper.supervisor import process
+from resihp.wrapper.supervisor import process
 
 
 class Elsewhere:

@@ -139,7 +139,7 @@ def main() -> None:
         "RESIHP_STATE": str(folder / "state"),
         "RESIHP_LOCAL": str(folder / "local"),
     }
-    resihp = [sys.executable, "-m", "wrapper", "run", "--local", "--nodes", "2", "--gpus-per-node", "4"]
+    resihp = [sys.executable, "-m", "resihp", "run", "--local", "--nodes", "2", "--gpus-per-node", "4"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORKERS}"]
     jobs: list[GatedJob] = []
     try:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import psutil
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "pretrain_gpt.py"
-WRAPPER = [sys.executable, "-m", "wrapper"]
+WRAPPER = [sys.executable, "-m", "resihp"]
 BETWEEN_S = (4.0, 14.0)
 START_S = 60.0
 """How long the first workers may take to train."""

@@ -109,7 +109,7 @@ def run(folder: Path, model: tuple[ParameterSpec, ...]) -> list[dict[str, float 
         "RESIHP_STATE": str(folder / "state"),
         "RESIHP_LOCAL": str(folder / "local"),
     }
-    wrapper = [sys.executable, "-m", "wrapper"]
+    wrapper = [sys.executable, "-m", "resihp"]
     done = subprocess.run(
         [
             *[*wrapper, "run", "--local", "--nodes", "4", "--gpus-per-node", "2", "--tp", "2", "--pp", "2"],

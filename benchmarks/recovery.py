@@ -38,7 +38,7 @@ def resihp_run(folder: Path) -> dict[str, float]:
         "RESIHP_STATE": str(folder / "state"),
         "RESIHP_LOCAL": str(folder / "local"),
     }
-    wrapper = [sys.executable, "-m", "wrapper"]
+    wrapper = [sys.executable, "-m", "resihp"]
     subprocess.run(
         [
             *[*wrapper, "run", "--local", "--nodes", "2", "--gpus-per-node", "4", "--tp", "2", "--pp", "2"],

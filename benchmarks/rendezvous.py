@@ -25,7 +25,7 @@ from rich.table import Table
 from resihp.protocol import messages as m
 from resihp.protocol.framing import Envelope, SecureCodec
 from resihp.protocol.resumable import Conversation
-from wrapper.supervisor.agents.rendezvous import Exchange
+from resihp.wrapper.supervisor.agents.rendezvous import Exchange
 
 MEETING = m.MeetingId(epoch=1)
 NCCL_ID_BYTES = 128

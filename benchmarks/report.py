@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from db.reading.queries import Reader
-from db.writing.catch_up import catch_up
+from resihp.db.reading.queries import Reader
+from resihp.db.writing.catch_up import catch_up
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.plan import Plan, spread
 from resihp.protocol.messages import StepOutcome
@@ -199,7 +199,7 @@ def main() -> None:
             catch_up(url, folder, folder / "journal")
             print(f"ledger of {asked.iterations:,} iterations made in {time.perf_counter() - began:.1f} s")
         page = folder / "report.html"
-        command = [sys.executable, "-m", "wrapper", "report", "--ledger", url, "-o", str(page)]
+        command = [sys.executable, "-m", "resihp", "report", "--ledger", url, "-o", str(page)]
         seconds, computed = [], []
         for _ in range(RUNS):
             began, before = time.perf_counter(), computing_s()
@@ -224,9 +224,9 @@ def computing_s() -> float:
 
 def parts(url: str) -> None:
     """Print what reading and each kind of text take, imports left out."""
-    from wrapper.commands.report.facts import read
-    from wrapper.commands.report.markdown import markdown
-    from wrapper.commands.report.page import html
+    from resihp.wrapper.commands.report.facts import read
+    from resihp.wrapper.commands.report.markdown import markdown
+    from resihp.wrapper.commands.report.page import html
 
     began = time.perf_counter()
     with Reader.open(url) as reader:

@@ -46,7 +46,7 @@ def ran(rule: str, folder: Path) -> list[float | None]:
         "RESIHP_ADAPT__EXAMINE": "false",
         LAYER_MS: "15",
     }
-    wrapper = [sys.executable, "-m", "wrapper"]
+    wrapper = [sys.executable, "-m", "resihp"]
     faults = [word for rank, i in KILLS for word in ("--fault", f"kill:rank={rank}@iteration={i},phase=backward")]
     subprocess.run(
         [

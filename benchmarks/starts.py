@@ -72,7 +72,7 @@ def start(script: Path) -> Start:
         "RESIHP_LOCAL": str(folder / "local"),
     }
     command = [
-        *[sys.executable, "-m", "wrapper", "run", "--local", "--nodes", "2", "--gpus-per-node", "4"],
+        *[sys.executable, "-m", "resihp", "run", "--local", "--nodes", "2", "--gpus-per-node", "4"],
         *["--tp", "2", "--pp", "2", "--", sys.executable, str(script), *SIZES],
     ]
     try:

@@ -2,8 +2,9 @@
 
     python benchmarks/supervisor.py [--nodes N ...] [--gpus-per-node 8] [--records R] [--json]
 
-The supervisor is a process of its own (`wrapper.supervisor.process`), with its journal and its ledger; agents are light
-(`light_agents.py`), hundreds in each of a few processes, and answer for workers that there are none of. Phases:
+The supervisor is a process of its own (`resihp.wrapper.supervisor.process`), with its journal and its ledger; agents
+are light (`light_agents.py`), hundreds in each of a few processes, and answer for workers that there are none of.
+Phases:
 
 register     from the first agent to the last one that the journal knows
 start        from there to the first plan in effect: workers spawned, devices measured, a plan made, confirmed, built
@@ -47,9 +48,9 @@ from benchmarks import light_agents
 from resihp.record.journal import IterationCommitted, NodeJoined, NodeLost, PlanDecided, PlanInEffect, Record
 from resihp.record.journal_file import Journal, read_packed
 from resihp.settings import Settings
-from wrapper.config.run_spec import Program, RunRequest, virtual_nodes
-from wrapper.job_folder import Job, create_local_job
-from wrapper.launch.ports import listen
+from resihp.wrapper.config.run_spec import Program, RunRequest, virtual_nodes
+from resihp.wrapper.job_folder import Job, create_local_job
+from resihp.wrapper.launch.ports import listen
 
 TP, PP = 8, 8
 RANKS_OF_REPLICA = TP * PP

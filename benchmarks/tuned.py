@@ -34,7 +34,7 @@ HEAD, ITERATIONS, SETTLING = 3, 75, 3
 
 
 def rows(view: str, environment: dict[str, str]) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "wrapper", "history", view, "--json"]
+    command = [sys.executable, "-m", "resihp", "history", view, "--json"]
     answer = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     found: list[dict[str, Any]] = json.loads(answer.stdout)["rows"]
     return found
@@ -51,7 +51,7 @@ def ran(folder: Path, layer_ms: float) -> tuple[list[dict[str, Any]], list[dict[
         LAYER_MS: str(layer_ms),
         HEAD_LAYERS: str(HEAD),
     }
-    command = [sys.executable, "-m", "wrapper", "run", "--local", "--nodes", "2", "--gpus-per-node", "4"]
+    command = [sys.executable, "-m", "resihp", "run", "--local", "--nodes", "2", "--gpus-per-node", "4"]
     command += ["--tp", "1", "--pp", "4", "--tune", "--", sys.executable, str(EXAMPLE), *SIZES]
     done = subprocess.run(
         [*command, "--iterations", str(ITERATIONS)], env=environment, check=False, capture_output=True, text=True

@@ -36,10 +36,10 @@ from resihp.protocol import messages as m
 from resihp.protocol.channels import LocalChannel
 from resihp.protocol.framing import Envelope, LocalCodec, SecureCodec
 from resihp.protocol.resumable import Conversation
-from wrapper.agent.sockets import WorkerPipe
-from wrapper.agent.workers import Workers
-from wrapper.config.run_spec import Program, RunRequest
-from wrapper.supervisor.agents.links import AgentLinks
+from resihp.wrapper.agent.sockets import WorkerPipe
+from resihp.wrapper.agent.workers import Workers
+from resihp.wrapper.config.run_spec import Program, RunRequest
+from resihp.wrapper.supervisor.agents.links import AgentLinks
 
 ON_A_NODE = 8
 REPORTS = 50

@@ -10,9 +10,8 @@
 `reading`                          queries of a ledger
 =================================  ============================================================================
 
-A ledger decides nothing: a job continues without it, and the journal is the authority. Notebooks use `from
-resihp.ledger import queries` (`db.reading.queries`), which works even beside a user's own file db.py; `from db import
-queries` is equivalent where no such file exists.
+A ledger decides nothing: a job continues without it, and the journal is the authority. Notebooks use `from resihp.db
+import queries`.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from db.reading import queries
+    from resihp.db.reading import queries
 
 __all__ = ["queries"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "queries":
-        return import_module("db.reading.queries")
-    raise AttributeError(f"module 'db' has no attribute {name!r}")
+        return import_module("resihp.db.reading.queries")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

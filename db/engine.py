@@ -24,9 +24,9 @@ from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.pool import ConnectionPoolEntry, NullPool
 
-from db import url_passwords
-from db.file_systems import NETWORK_FILE_SYSTEMS, file_system
-from db.foreign.files import (
+from resihp.db import url_passwords
+from resihp.db.file_systems import NETWORK_FILE_SYSTEMS, file_system
+from resihp.db.foreign.files import (
     check_rollback_journal,
     is_ours,
     is_quiet_wal,
@@ -290,8 +290,8 @@ def _connect_with_retries(
     dialect: Dialect, _: ConnectionPoolEntry, arguments: list[Any], named: dict[str, Any]
 ) -> DBAPIConnection:
     """Connect, and retry for `BUSY_TIMEOUT_S` while the server has no free connection. One is soon free, because each
-    client connects only for one batch. Writers retry by themselves, with pauses (`db.writer`), because refusing a
-    connection costs a server as much as accepting one."""
+    client connects only for one batch. Writers retry by themselves, with pauses (`resihp.db.writer`), because refusing
+    a connection costs a server as much as accepting one."""
     until = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         try:

@@ -3,8 +3,8 @@
 A job is identified by its uuid. Of two copies, the one with more records of the journal (`journal_seq`) is newer. A
 newer copy replaces an older one as a whole; an older or equal copy only adds missing rank reports. Tables and columns
 of a newer source that this version does not know are not imported, and are reported. Each job is imported in one
-transaction. Maintenance records belong to no job: they are copied only with a whole ledger (`db.maintenance`). Called
-by `resihp db export|import`; `db.writing.catch_up` imports journals.
+transaction. Maintenance records belong to no job: they are copied only with a whole ledger (`resihp.db.maintenance`).
+Called by `resihp db export|import`; `resihp.db.writing.catch_up` imports journals.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from sqlalchemy import Connection, Table, func, insert, select, update
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-from db import maintenance, migrate, settling
-from db.engine import file_of, make_engine, masked, prepare_folder, refusal, resolve
-from db.foreign.cells import check_cells
-from db.foreign.files import is_ours, is_shared_with_group, private_copy
-from db.parquet.manifest import MANIFEST
-from db.parquet.place import earlier_export, put_in_place
-from db.parquet.reading import open_export
-from db.parquet.tables import JOBS, MONTHLY_TABLES, OF_JOBS, Row, Source, Values, columns_of, file_order_key
-from db.parquet.writing import Exported, write
-from db.projection.columns import moment
-from db.projection.jobs import TELEMETRY_TABLES, forget, own_job
-from db.telemetry import report_rows
-from db.writing.catch_up import catch_up
+from resihp.db import maintenance, migrate, settling
+from resihp.db.engine import file_of, make_engine, masked, prepare_folder, refusal, resolve
+from resihp.db.foreign.cells import check_cells
+from resihp.db.foreign.files import is_ours, is_shared_with_group, private_copy
+from resihp.db.parquet.manifest import MANIFEST
+from resihp.db.parquet.place import earlier_export, put_in_place
+from resihp.db.parquet.reading import open_export
+from resihp.db.parquet.tables import JOBS, MONTHLY_TABLES, OF_JOBS, Row, Source, Values, columns_of, file_order_key
+from resihp.db.parquet.writing import Exported, write
+from resihp.db.projection.columns import moment
+from resihp.db.projection.jobs import TELEMETRY_TABLES, forget, own_job
+from resihp.db.telemetry import report_rows
+from resihp.db.writing.catch_up import catch_up
 from resihp.durable_files import own_links_followed
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
 from resihp.record import journal, journal_file, journal_format

@@ -1,7 +1,7 @@
 """Types of file systems, determined from the mount points in /proc/mounts.
 
-Decides which types count as network file systems; never opens a ledger. Called by `db.engine`, `db.writer` and `resihp
-doctor`.
+Decides which types count as network file systems; never opens a ledger. Called by `resihp.db.engine`,
+`resihp.db.writer` and `resihp doctor`.
 """
 
 from __future__ import annotations

@@ -2,25 +2,25 @@
 Called by `resihp db grant`.
 
 Prints the statements, never runs them. They first revoke the user's previous rights, so that the kind of a role can be
-changed. Row-level security (`db.migrations`) lets a writer change only jobs that it wrote itself. It does not bind the
-owner of the tables, whom PostgreSQL permits everything, and is not forced on the owner (`FORCE ROW LEVEL SECURITY`):
-the owner could disable it at any time, an upgrade would silently skip rows that a policy hides, and pg_dump refuses a
-table of which the owner cannot see all rows. So no job should run as the owner.
+changed. Row-level security (`resihp.db.migrations`) lets a writer change only jobs that it wrote itself. It does not
+bind the owner of the tables, whom PostgreSQL permits everything, and is not forced on the owner (`FORCE ROW LEVEL
+SECURITY`): the owner could disable it at any time, an upgrade would silently skip rows that a policy hides, and pg_dump
+refuses a table of which the owner cannot see all rows. So no job should run as the owner.
 """
 
 from __future__ import annotations
 
 from typing import Literal, get_args
 
-from db.migrate import VERSION_TABLE
-from db.models import CompatibilityRow, LedgerTable
-from db.reading.reader import TRUSTED_ROLE
+from resihp.db.migrate import VERSION_TABLE
+from resihp.db.models import CompatibilityRow, LedgerTable
+from resihp.db.reading.reader import TRUSTED_ROLE
 from resihp.errors import UsageError
 
 Kind = Literal["owner", "writer", "reader"]
 KINDS: tuple[str, ...] = get_args(Kind)
 DASHBOARD_VIEWS = ("resihp_failures", "resihp_iterations_hourly", "resihp_jobs", "resihp_node_failures")
-"""Views for dashboards, created by `db.migrations`."""
+"""Views for dashboards, created by `resihp.db.migrations`."""
 
 GRANT_IN_SCHEMA = "BEGIN EXECUTE format('GRANT USAGE, CREATE ON SCHEMA %I TO %I', current_schema(), {role}); END"
 

@@ -1,9 +1,9 @@
-"""Maintenance records: after its repair, a node or device starts with a clean history (`db.reading.hardware`).
+"""Maintenance records: after its repair, a node or device starts with a clean history (`resihp.db.reading.hardware`).
 
-Called by `resihp node repaired`, and by `db.exchange` with records of another ledger. A record is identified by its
-whole content, so adding it twice changes nothing. The database user who imports a record becomes its writer, whoever
-wrote it originally; therefore an export contains only records that count for the exporting user. Never changes rows
-that jobs have written.
+Called by `resihp node repaired`, and by `resihp.db.exchange` with records of another ledger. A record is identified by
+its whole content, so adding it twice changes nothing. The database user who imports a record becomes its writer,
+whoever wrote it originally; therefore an export contains only records that count for the exporting user. Never changes
+rows that jobs have written.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from sqlalchemy import Connection, insert, select, text
 from sqlalchemy.exc import DBAPIError
 
-from db import migrate
-from db.engine import make_engine, masked, refusal, resolve
-from db.models import DeviceRow, JobRow, MaintenanceRow, NodeRow
-from db.reading.hardware import maintenance_rows
-from db.reading.naming import nearest
-from db.reading.reader import Reader
+from resihp.db import migrate
+from resihp.db.engine import make_engine, masked, refusal, resolve
+from resihp.db.models import DeviceRow, JobRow, MaintenanceRow, NodeRow
+from resihp.db.reading.hardware import maintenance_rows
+from resihp.db.reading.naming import nearest
+from resihp.db.reading.reader import Reader
 from resihp.errors import LedgerError, UsageError
 
 MAX_DEVICE_DIGITS = 9

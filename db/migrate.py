@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from sqlalchemy import URL, Connection, Engine, inspect, select, text
 from sqlalchemy.exc import DBAPIError
 
-from db.engine import file_of, make_engine, masked, prepare_folder, refusal, resolve
-from db.models import CompatibilityRow, LedgerTable
+from resihp.db.engine import file_of, make_engine, masked, prepare_folder, refusal, resolve
+from resihp.db.models import CompatibilityRow, LedgerTable
 from resihp.errors import LedgerError
 
 if TYPE_CHECKING:

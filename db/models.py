@@ -1,10 +1,12 @@
-"""The ledger's tables (interface.md, "Ledger"). Declares the tables; `db.migrations` creates them. Decides nothing.
+"""The ledger's tables (interface.md, "Ledger"). Declares the tables; `resihp.db.migrations` creates them. Decides
+nothing.
 
 Every row belongs to a job by the job's surrogate id, because several jobs may share one PostgreSQL database. A job is
 identified by its uuid, which is derived from the first record of its journal: `local-1` of two users are two jobs.
 Times are UTC. In a database that many users share, PostgreSQL records the writer of each job and prevents other users
-from changing it (`db.migrations`). Layouts, assignments and lists of ranks are JSON text (layouts in the form LAYOUT of
-interface.md). The journal defines the kinds of failures, components and outcomes, so a new kind needs no migration.
+from changing it (`resihp.db.migrations`). Layouts, assignments and lists of ranks are JSON text (layouts in the form
+LAYOUT of interface.md). The journal defines the kinds of failures, components and outcomes, so a new kind needs no
+migration.
 """
 
 from __future__ import annotations
@@ -115,8 +117,8 @@ class JobRow(LedgerTable):
     model: Mapped[str | None] = mapped_column(Text)
     """The trained model as the script declared it, as JSON; null until it is declared."""
     account: Mapped[str | None] = mapped_column(Text)
-    """How the job's time was spent (`db.reading.costs.cost_accounts.Account` as JSON); null until the job is over, and
-    in older ledgers."""
+    """How the job's time was spent (`resihp.db.reading.costs.cost_accounts.Account` as JSON); null until the job is
+    over, and in older ledgers."""
     detector: Mapped[str | None] = mapped_column(Text)
     """The detector's latest mode, as in `journal.CoverageChanged`; null while the detector warms up or is off."""
     unwatched: Mapped[str | None] = mapped_column(Text)
@@ -398,8 +400,8 @@ class IterationRow(LedgerTable):
 
 class RankReportRow(LedgerTable):
     """Telemetry of one rank in one iteration. It may be thinned or lost without harm; with more than 1,024 ranks not
-    every report is stored (`db.telemetry.condensed`). Because there are many rows, only the primary key is indexed; on
-    SQLite the table is stored in this index."""
+    every report is stored (`resihp.db.telemetry.condensed`). Because there are many rows, only the primary key is
+    indexed; on SQLite the table is stored in this index."""
 
     __tablename__ = "rank_reports"
     __table_args__ = ({"sqlite_with_rowid": False},)
@@ -414,8 +416,8 @@ class RankReportRow(LedgerTable):
 
 class RankQuantilesRow(LedgerTable):
     """Quantiles over the ranks in one iteration, for jobs with so many ranks that not every report is stored
-    (`db.telemetry.condensed`). `ranks`: number of ranks that reported. The quantiles are of the same two figures as in
-    `rank_reports`, and are telemetry, too."""
+    (`resihp.db.telemetry.condensed`). `ranks`: number of ranks that reported. The quantiles are of the same two figures
+    as in `rank_reports`, and are telemetry, too."""
 
     __tablename__ = "rank_quantiles"
     __table_args__ = ({"sqlite_with_rowid": False},)

@@ -5,7 +5,7 @@ All other rows stay: jobs, failures, plans, reconfigurations, events, nodes. A p
 explain it: the first and the last; each iteration at which a failure began or ended or a plan took over, with the
 iteration before it; and, on request, every N-th. A kept row then represents the rows removed before it. The cost
 account of a job that is over is computed before its rows are removed, including work that later attempts made useless
-(`db.settling`).
+(`resihp.db.settling`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Engine, Select, and_, delete, func, or_, select, union
 from sqlalchemy.exc import DBAPIError
 
-from db import migrate, settling
-from db.engine import file_of, make_engine, masked, refusal, resolve
-from db.models import FailureRow, IterationRow, JobRow, PlanRow, RankQuantilesRow, RankReportRow, RankScoreRow
-from db.reading.reader import Reader
+from resihp.db import migrate, settling
+from resihp.db.engine import file_of, make_engine, masked, refusal, resolve
+from resihp.db.models import FailureRow, IterationRow, JobRow, PlanRow, RankQuantilesRow, RankReportRow, RankScoreRow
+from resihp.db.reading.reader import Reader
 from resihp.errors import LedgerError, UsageError
 
 TELEMETRY_TABLES = (RankReportRow, RankQuantilesRow, RankScoreRow)

@@ -1,6 +1,6 @@
 """Settles jobs that are over: computes their costs, including work that later attempts of their run made useless, and
 stores them in the job's row. Readers then need not compute them from all rows each time
-(`db.reading.costs.cost_accounts`).
+(`resihp.db.reading.costs.cost_accounts`).
 
 Called when the end of a job is recorded, for the job and its earlier attempts; by `resihp db import` for runs of the
 imported jobs; and by `resihp db upgrade` and `db prune` for all other jobs, such as those written by an older version.
@@ -15,9 +15,9 @@ from contextlib import suppress
 from sqlalchemy import Connection, Engine, select, update
 from sqlalchemy.exc import DBAPIError
 
-from db.engine import file_of, make_engine, masked, refusal, resolve
-from db.models import JobRow
-from db.reading.reader import Reader
+from resihp.db.engine import file_of, make_engine, masked, refusal, resolve
+from resihp.db.models import JobRow
+from resihp.db.reading.reader import Reader
 from resihp.errors import LedgerError
 
 _JOBS = JobRow.__table__

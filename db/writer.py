@@ -21,15 +21,15 @@ from sqlalchemy import URL, Engine
 from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.orm import Session
 
-from db import migrate
-from db.engine import file_of, is_on_network, make_engine, masked, prepare_folder, refusal, resolve
-from db.file_systems import file_system
-from db.projection.jobs import last_written_seq, own_job
-from db.telemetry import report_rows
-from db.telemetry.queue import TelemetryQueue
-from db.writing.daily_pruning import DailyPruning
-from db.writing.record_queue import RecordQueue
-from db.writing.transactions import Transactions, first_line, is_bad_statement, rejects_rows
+from resihp.db import migrate
+from resihp.db.engine import file_of, is_on_network, make_engine, masked, prepare_folder, refusal, resolve
+from resihp.db.file_systems import file_system
+from resihp.db.projection.jobs import last_written_seq, own_job
+from resihp.db.telemetry import report_rows
+from resihp.db.telemetry.queue import TelemetryQueue
+from resihp.db.writing.daily_pruning import DailyPruning
+from resihp.db.writing.record_queue import RecordQueue
+from resihp.db.writing.transactions import Transactions, first_line, is_bad_statement, rejects_rows
 from resihp.errors import LedgerError
 from resihp.record import journal, journal_file
 from resihp.record.job_uuid import job_uuid
@@ -102,14 +102,14 @@ class Ledger:
         keep_s: float | None = None,
     ) -> Ledger:
         """Open the ledger at `url` (`sqlite` alone: in the job's folder), and start writing. A missing ledger is
-        created. A file of an older schema is upgraded, a server's ledger is not (`db.migrate.make_ready`). A newer
-        ledger is written if it permits this.
+        created. A file of an older schema is upgraded, a server's ledger is not (`resihp.db.migrate.make_ready`). A
+        newer ledger is written if it permits this.
 
         `say` receives one-line warnings, in the writer's thread; without it they are logged. With `journal_path`,
         records that accumulate while the database is unavailable are read from the journal again instead of being kept
         in memory. With `keep_s`, telemetry of the user's jobs that is older than this is removed once a day
-        (`db.retention.prune_telemetry`). Raises LedgerError of one line, with the password masked, if the ledger cannot
-        be written.
+        (`resihp.db.retention.prune_telemetry`). Raises LedgerError of one line, with the password masked, if the ledger
+        cannot be written.
         """
         parsed = resolve(url, job_folder)
         prepare_folder(parsed)

@@ -1,4 +1,4 @@
-"""docs/configuration.md: every key of the configuration, as `wrapper.config.schema` declares it.
+"""docs/configuration.md: every key of the configuration, as `resihp.wrapper.config.schema` declares it.
 
     python docs/make_configuration.py            writes the file beside this script
 
@@ -18,9 +18,9 @@ from pydantic import BeforeValidator, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from wrapper.config import values
-from wrapper.config.schema import ENV_PREFIX, ENV_SEPARATOR, Configuration, Section
-from wrapper.config.sources import SITE_FILE
+from resihp.wrapper.config import values
+from resihp.wrapper.config.schema import ENV_PREFIX, ENV_SEPARATOR, Configuration, Section
+from resihp.wrapper.config.sources import SITE_FILE
 
 TARGET = Path(__file__).resolve().with_name("configuration.md")
 

@@ -1,7 +1,7 @@
 """All exceptions that resihp raises deliberately, in one tree.
 
-The command line maps these to exit codes (`wrapper.exit_codes.EXIT_CODES`). This module imports nothing from resihp.
-Messages are lower case, name the subject first, and end with the command to run or the setting to change.
+The command line maps these to exit codes (`resihp.wrapper.exit_codes.EXIT_CODES`). This module imports nothing from
+resihp. Messages are lower case, name the subject first, and end with the command to run or the setting to change.
 """
 
 from __future__ import annotations

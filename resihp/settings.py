@@ -1,7 +1,7 @@
 """Defines the settings of a job and their defaults: plain data, used by the controller, the detector and the agents.
 
-This module reads no file and imports little, because every agent loads it. `wrapper.config.schema` takes the defaults
-of job.toml from here.
+This module reads no file and imports little, because every agent loads it. `resihp.wrapper.config.schema` takes the
+defaults of job.toml from here.
 """
 
 from __future__ import annotations

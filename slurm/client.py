@@ -1,4 +1,4 @@
-"""The interface to Slurm: queries and orders, and the form of the answers. `slurm.commands` implements it.
+"""The interface to Slurm: queries and orders, and the form of the answers. `resihp.slurm.commands` implements it.
 
 Calls are synchronous, have a timeout, and are made from threads. Every method raises SlurmUnavailableError if there is
 no answer, SlurmRefusedError if Slurm refuses, and SlurmOutputError if the answer cannot be parsed. Callers treat a
@@ -211,7 +211,7 @@ class Slurm(Protocol):
         """Decide whether Slurm itself will requeue a job of this user if its batch script ends now.
 
         True for a job that is being preempted, on releases where an additional request to requeue would do harm
-        (`slurm.releases`).
+        (`resihp.slurm.releases`).
         """
 
     def end_for_good(self, job_id: str) -> None:

@@ -1,7 +1,7 @@
 """One call of one Slurm command: without a shell, with a time limit, and with a limit on its output.
 
 Decides which environment variables a command receives, and which failures count as no answer. Never interprets an
-answer. Called by `slurm.commands` and other modules of this package.
+answer. Called by `resihp.slurm.commands` and other modules of this package.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from slurm.errors import SlurmOutputError, SlurmUnavailableError
+from resihp.slurm.errors import SlurmOutputError, SlurmUnavailableError
 
 LIMIT_BYTES = 64 << 20
 """Limit on one command's output; the largest clusters need less. Slurm prints about 200 bytes per node."""
@@ -29,7 +29,7 @@ abandoned."""
 _SLURM_PREFIXES = ("SLURM", "SBATCH", "SALLOC", "SRUN", "SQUEUE", "SINFO", "SCONTROL", "SCANCEL", "SACCT")
 _CONNECTION = ("SLURM_CONF", "SLURM_JWT", "SLURM_SACK_SOCKET")
 """Variables that locate the controller and authenticate this user."""
-_OUR_FOLDER = str(Path(os.path.abspath(__file__)).parents[1])
+_OUR_FOLDER = str(Path(os.path.abspath(__file__)).parents[2])
 """Folder from which resihp is imported."""
 CLUSTER_CHOICES = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")
 """Variables that make sbatch submit to another cluster."""

@@ -1,9 +1,9 @@
-"""Slurm through its own commands: `CommandLine` implements `slurm.client.Slurm` on a real cluster.
+"""Slurm through its own commands: `CommandLine` implements `resihp.slurm.client.Slurm` on a real cluster.
 
 Decides which command carries out a query or order, and whether a failed command means no answer, a refusal, or a
 refusal because of the caller's rights. Slurm prints its reasons as sentences, so this module matches sentences; an
-unknown sentence counts as a refusal and is quoted. Never retries, caches or limits calls: `slurm.rate_limited` does.
-Names and ids are checked before they are put on a command line, and no shell is used.
+unknown sentence counts as a refusal and is quoted. Never retries, caches or limits calls: `resihp.slurm.rate_limited`
+does. Names and ids are checked before they are put on a command line, and no shell is used.
 
 Measured with Slurm 22.05.8, 24.11.5 and 26.05.5. Fields are requested by name, so other versions since 20.11 should
 give the same answers.
@@ -19,11 +19,11 @@ from pathlib import Path
 
 import msgspec
 
-from slurm import releases
-from slurm.client import JobRequest, JobView, NodeChoice, NodeView, sanitised
-from slurm.command_call import CompletedCall, call, query_environment, submit_environment
-from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
-from slurm.parsing import parse, parse_request
+from resihp.slurm import releases
+from resihp.slurm.client import JobRequest, JobView, NodeChoice, NodeView, sanitised
+from resihp.slurm.command_call import CompletedCall, call, query_environment, submit_environment
+from resihp.slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
+from resihp.slurm.parsing import parse, parse_request
 
 TIMEOUT_S = 10.0
 COMMENT_TIMEOUT_S = 5.0

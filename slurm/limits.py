@@ -2,7 +2,7 @@
 
 sbatch accepts a job that exceeds most of these limits, even with --test-only. The job then waits forever, and squeue
 shows the reason: AssocGrpGRES, QOSMaxNodePerJobLimit and similar. Pure: parses the output of sacctmgr. Called by
-`slurm.survey`, which runs sacctmgr.
+`resihp.slurm.survey`, which runs sacctmgr.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from slurm.errors import SlurmOutputError
+from resihp.slurm.errors import SlurmOutputError
 
 Kind = Literal["nodes", "gpus", "cpus", "time", "jobs", "submitted"]
 Per = Literal["job", "user", "group"]

@@ -6,8 +6,8 @@ minute, all in one call; a caller that knows of a change states how old an answe
 query is not sent again for a pause that doubles with each failure; during the pause the failure is raised again, and no
 old view is returned. Orders that change something are always sent, and nothing is ever retried.
 
-Implements the protocol `slurm.client.Slurm`, so that callers can use it like any other client. Safe to use from several
-threads: threads that send the same query at the same time share one call.
+Implements the protocol `resihp.slurm.client.Slurm`, so that callers can use it like any other client. Safe to use from
+several threads: threads that send the same query at the same time share one call.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, ParamSpec, TypeVar
 
-from slurm.client import JobRequest, JobView, NodeChoice, NodeView, Slurm
-from slurm.errors import SlurmError
+from resihp.slurm.client import JobRequest, JobView, NodeChoice, NodeView, Slurm
+from resihp.slurm.errors import SlurmError
 
 NODES_FRESH_S = 60.0
 JOBS_FRESH_S = 15.0

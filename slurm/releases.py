@@ -1,8 +1,8 @@
 """Differences between releases of Slurm. All code that depends on a version is here.
 
 Each fact names the releases on which it was measured. For releases in between, Slurm's change log is followed, and
-where it says nothing, the older behaviour is assumed. Decides nothing about a job. Used by `slurm.commands`, `resihp
-submit` and `resihp run`.
+where it says nothing, the older behaviour is assumed. Decides nothing about a job. Used by `resihp.slurm.commands`,
+`resihp submit` and `resihp run`.
 """
 
 from __future__ import annotations

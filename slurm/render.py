@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from importlib import resources
 
-from slurm.errors import SlurmUsageError
+from resihp.slurm.errors import SlurmUsageError
 
 TEMPLATES = ("one-node", "nodes", "spares", "chain")
 

@@ -1,9 +1,10 @@
 """Replacement for a lost node: a one-node Slurm job, submitted through submitit, that runs only an agent.
 
 Decides what to request from Slurm: the same as the main job, for one node. `resihp.controller` decides when a
-replacement is requested, and `wrapper.slurm_tasks.replacements` follows the request. submitit reads the environment of
-its process, and waits for sbatch without a limit. It therefore runs in a separate process: `submit` starts `python -P
--m slurm.replacement FOLDER` with a time limit, and with an environment that lacks the main job's variables. That
+replacement is requested, and `resihp.wrapper.slurm_tasks.replacements` follows the request. submitit reads the
+environment of its process, and waits for sbatch without a limit. It therefore runs in a separate process: `submit`
+starts `python -P
+-m resihp.slurm.replacement FOLDER` with a time limit, and with an environment that lacks the main job's variables. That
 process writes the id of the submitted job to a file in FOLDER, even if its parent has died in the meantime; a further
 call of `submit` finds this file.
 
@@ -26,10 +27,10 @@ from typing import Any
 
 import msgspec
 
-from slurm import commands
-from slurm.client import Gres, JobRequest
-from slurm.command_call import call, own_environment, replacement_environment
-from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
+from resihp.slurm import commands
+from resihp.slurm.client import Gres, JobRequest
+from resihp.slurm.command_call import call, own_environment, replacement_environment
+from resihp.slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
 
 TIMEOUT_S = 30.0
 """Time limit for starting Python, importing submitit, and sbatch."""
@@ -104,7 +105,7 @@ def submit(wanted: ReplacementJob, *, environment: Mapping[str, str], timeout_s:
         raise SlurmUnavailableError(f"{folder}: cannot be written: {error.strerror}") from None
     submitted_with = own_environment(replacement_environment(environment))
     clean = {name: value for name, value in submitted_with.items() if name not in _DEVICES}
-    argv = [sys.executable, "-P", "-m", "slurm.replacement", str(folder)]
+    argv = [sys.executable, "-P", "-m", "resihp.slurm.replacement", str(folder)]
     answer = call(argv, environment=clean, timeout_s=timeout_s, folder=folder)
     job_id = submitted(folder)
     if job_id is not None:

@@ -1,7 +1,7 @@
 """Survey of a cluster: its settings, its partitions, the user's rights, and commands that run on its nodes.
 
-For `resihp doctor` and `resihp init`, which run before there is a job; a job itself uses `slurm.client`. Raises the
-same errors: SlurmUnavailableError for no answer, SlurmRefusedError, SlurmOutputError. Changes nothing.
+For `resihp doctor` and `resihp init`, which run before there is a job; a job itself uses `resihp.slurm.client`. Raises
+the same errors: SlurmUnavailableError for no answer, SlurmRefusedError, SlurmOutputError. Changes nothing.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Protocol
 
 import msgspec
 
-from slurm import limits
-from slurm.command_call import CompletedCall, call, own_environment, query_environment, submit_environment
-from slurm.commands import TIMEOUT_S, failure
-from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
-from slurm.limits import Association, Limits
-from slurm.parsing import parse
-from slurm.parsing.fields import FIELD, RECORD, format_of
+from resihp.slurm import limits
+from resihp.slurm.command_call import CompletedCall, call, own_environment, query_environment, submit_environment
+from resihp.slurm.commands import TIMEOUT_S, failure
+from resihp.slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
+from resihp.slurm.limits import Association, Limits
+from resihp.slurm.parsing import parse
+from resihp.slurm.parsing.fields import FIELD, RECORD, format_of
 
 _FIELDS = ("Partition", "Available", "Time", "DefaultTime", "NodeAIOT", "Gres", "CPUs", "Memory")
 PARTITION_FORMAT = format_of(_FIELDS)

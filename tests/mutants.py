@@ -531,7 +531,7 @@ def copy(tree: Path, into: Path) -> Path:
     into.mkdir()
     for name in COPIED:
         if (tree / name).is_dir():
-            shutil.copytree(tree / name, into / name)
+            shutil.copytree(tree / name, into / name, symlinks=True)
         else:
             shutil.copy2(tree / name, into / name)
     return into

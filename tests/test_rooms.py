@@ -25,7 +25,10 @@ PACKAGES: Mapping[str, set[str]] = {
     "db": {"resihp"},
     "wrapper": {"resihp", "slurm", "db"},
 }
-"""The four packages, and what each may import beside itself."""
+"""The four folders at the top, and what each may import beside itself. Installed, `db`, `slurm` and `wrapper` are
+packages of `resihp`; here each is named after its folder."""
+ENTRY_POINT = "resihp.__main__"
+"""Starts the wrapper, and is therefore allowed to import everything."""
 ORDER: Mapping[str, tuple[set[str], ...]] = {
     "resihp": (
         {"errors", "durable_files", "faults", "plain_files", "process", "words"},
@@ -36,7 +39,7 @@ ORDER: Mapping[str, tuple[set[str], ...]] = {
         {"detector", "scheduler", "worker"},
         {"controller", "executor"},
         {"simulator"},
-        {"ledger"},  # the door to `db` for notebooks, which nothing in here goes through
+        {"__main__"},  # the command `resihp`, which loads the wrapper
     ),
     "wrapper": (
         {"exit_codes", "strict_modes", "early_signals"},
@@ -49,7 +52,6 @@ ORDER: Mapping[str, tuple[set[str], ...]] = {
         {"supervisor", "agent"},
         {"commands"},
         {"cli"},
-        {"__main__"},
     ),
 }
 """A folder imports itself and those in lines above it: neither what stands beside it nor what comes below."""
@@ -57,9 +59,15 @@ APART = {("wrapper.commands", "wrapper.agent")}
 """The first one never imports the second, whose modules are one process's."""
 UPWARDS = {
     ("resihp.faults", "resihp.errors"): "a fault that cannot be read is an error of ours",
-    ("wrapper.launch.slurm_launcher", "wrapper.config.run_spec"): "agents are started as the run's file asks",
+    (
+        "wrapper.launch.slurm_launcher",
+        "wrapper.config.run_spec",
+    ): "agents are started as the run's file asks",
     ("wrapper.launch.preloading", "wrapper.config.run_spec"): "the same",
-    ("wrapper.config.values", "wrapper.sinks.hooks"): "which events there are, and which URLs, is the hooks' to say",
+    (
+        "wrapper.config.values",
+        "wrapper.sinks.hooks",
+    ): "which events there are, and which URLs, is the hooks' to say",
 }
 CIRCLES: Mapping[frozenset[str], str] = {}
 NAMED_TWICE: Mapping[str, str] = {
@@ -124,6 +132,12 @@ class Import(NamedTuple):
     """`module`, `function`, or `types`: for annotations only."""
 
 
+def room(module: str) -> str:
+    """Return the name that a module has in this file: `wrapper.cli` for `resihp.wrapper.cli`."""
+    inner = module.removeprefix("resihp.")
+    return inner if inner.split(".")[0] in PACKAGES else module
+
+
 def modules() -> dict[str, Path]:
     found = {}
     for package in PACKAGES:
@@ -141,11 +155,11 @@ def imports_below(node: ast.AST, module: str, when: str) -> Iterator[Import]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             for name in child.names:
-                yield Import(module, name.name, child.lineno, when)
+                yield Import(module, room(name.name), child.lineno, when)
         elif isinstance(child, ast.ImportFrom):
             for name in child.names:
-                whole = f"{child.module}.{name.name}"
-                yield Import(module, whole if whole in MODULES else str(child.module), child.lineno, when)
+                whole = room(f"{child.module}.{name.name}")
+                yield Import(module, whole if whole in MODULES else room(str(child.module)), child.lineno, when)
         elif isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
             yield from imports_below(child, module, "types")
         elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -170,11 +184,31 @@ def where(found: Import) -> str:
     return f"{MODULES[found.source].relative_to(ROOT)}:{found.line} imports {found.target}"
 
 
+def test_folders_beside_resihp_are_imported_as_its_packages() -> None:
+    """`import db` would be another copy of the module in a checkout, and somebody else's package where resihp is
+    installed."""
+    wrong = [
+        f"{MODULES[module].relative_to(ROOT)}:{node.lineno}"
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        for target in (
+            [name.name for name in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+        if target.split(".")[0] in PACKAGES.keys() - {"resihp"}
+    ]
+    assert not wrong
+
+
 def test_packages_import_only_those_that_they_may() -> None:
     wrong = [
         where(found)
         for found in IMPORTS
-        if not any(
+        if found.source != ENTRY_POINT
+        and not any(
             below(found.target, allowed)
             for package in [found.source.split(".")[0]]
             for allowed in (package, *PACKAGES[package])

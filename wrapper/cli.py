@@ -19,19 +19,19 @@ from typing import Annotated
 import typer
 
 from resihp.errors import ResihpError
-from wrapper.commands import analyze, compare, db, init, why_not
-from wrapper.commands.doctor import command as doctor
-from wrapper.commands.history import command as history
-from wrapper.commands.jobs import command as jobs
-from wrapper.commands.logs import command as logs
-from wrapper.commands.node import command as node
-from wrapper.commands.operate import checkpoint, stop
-from wrapper.commands.options import command_of
-from wrapper.commands.plan import command as plan
-from wrapper.commands.report import command as report
-from wrapper.commands.status import command as status
-from wrapper.exit_codes import INTERNAL_ERROR, OUTPUT_CLOSED, SERVICE_UNAVAILABLE, exit_code_of
-from wrapper.output.answers import SCHEMA, JsonOption, message, to_json
+from resihp.wrapper.commands import analyze, compare, db, init, why_not
+from resihp.wrapper.commands.doctor import command as doctor
+from resihp.wrapper.commands.history import command as history
+from resihp.wrapper.commands.jobs import command as jobs
+from resihp.wrapper.commands.logs import command as logs
+from resihp.wrapper.commands.node import command as node
+from resihp.wrapper.commands.operate import checkpoint, stop
+from resihp.wrapper.commands.options import command_of
+from resihp.wrapper.commands.plan import command as plan
+from resihp.wrapper.commands.report import command as report
+from resihp.wrapper.commands.status import command as status
+from resihp.wrapper.exit_codes import INTERNAL_ERROR, OUTPUT_CLOSED, SERVICE_UNAVAILABLE, exit_code_of
+from resihp.wrapper.output.answers import SCHEMA, JsonOption, message, to_json
 
 SELF_REGISTERING_COMMANDS = (
     *(jobs, status, logs, stop, checkpoint),
@@ -140,8 +140,8 @@ def run(options: RunOptions) -> None:
     transition before it (park, groups, transfer, resume).
     Example: --fault kill:rank=1@iteration=3,phase=backward
     """
-    from wrapper.commands import run as start
-    from wrapper.config.shape import devices_of
+    from resihp.wrapper.commands import run as start
+    from resihp.wrapper.config.shape import devices_of
 
     source_job, worker_command = "", options.command
     if options.resume and worker_command and len(worker_command) > 1 and worker_command[1] == "--":
@@ -176,7 +176,7 @@ def run(options: RunOptions) -> None:
         as_json=options.as_json,
     )
     if options.dry_run:
-        from wrapper.commands.dry_run import show
+        from resihp.wrapper.commands.dry_run import show
 
         show(start.check(start_options), as_json=options.as_json)
         return
@@ -199,8 +199,8 @@ def submit(
 
     Example: resihp submit job.toml
     """
-    from slurm.commands import CommandLine
-    from wrapper.commands.submit import submit as submit_job
+    from resihp.slurm.commands import CommandLine
+    from resihp.wrapper.commands.submit import submit as submit_job
 
     submission = submit_job(job_file, dry_run=dry_run, chain=chain, slurm=CommandLine, notice=message)
     if as_json:
@@ -231,7 +231,7 @@ def inject(
     as_json: JsonOption = False,
 ) -> None:
     """Inject a fault into a running test job immediately."""
-    from wrapper.commands.operate import inject as operate
+    from resihp.wrapper.commands.operate import inject as operate
 
     injected = operate.inject(job, kind, rank, node, speed, link)
     message(f"job {injected['job']}: {injected['text']}")

@@ -8,7 +8,7 @@ broken) · 130/143 signalled.
 from __future__ import annotations
 
 from resihp import errors
-from slurm.errors import SlurmOutputError
+from resihp.slurm.errors import SlurmOutputError
 
 TRAINING_FAILED = 1
 """Training failed."""

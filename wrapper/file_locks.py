@@ -1,6 +1,6 @@
 """Locks on files. A lock is held while its descriptor is open, and shows whether a process leads a job.
 
-Decides nothing. Called by `wrapper.job_folder`, and by an agent that watches a successor.
+Decides nothing. Called by `resihp.wrapper.job_folder`, and by an agent that watches a successor.
 """
 
 from __future__ import annotations

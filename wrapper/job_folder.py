@@ -2,8 +2,9 @@
 
 A job is named after its Slurm job: `1234`, or `1234_5` for a task of an array; `1234-r1`, `1234-r2` after Slurm has
 requeued it; `1234-2` for a second job in the same allocation. Without Slurm, the name is `local-<n>`.
-`wrapper.job_files` describes the folder. The registry (`wrapper.registry`) has a user's jobs of all homes, so that a
-name is understood in any folder. Used by every command that takes a job's name. Never contacts a running job.
+`resihp.wrapper.job_files` describes the folder. The registry (`resihp.wrapper.registry`) has a user's jobs of all
+homes, so that a name is understood in any folder. Used by every command that takes a job's name. Never contacts a
+running job.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ import msgspec
 
 from resihp.errors import JobNotFoundError, OwnershipError, ProtocolError, UsageError
 from resihp.process import identity
-from wrapper import registry
-from wrapper.file_locks import LOCK_NAME as LOCK_NAME
-from wrapper.file_locks import NO_LOCKS as NO_LOCKS
-from wrapper.file_locks import lock_file as lock_file
-from wrapper.job_files.contents import JobFile
-from wrapper.job_files.contents import SupervisorFile as SupervisorFile
-from wrapper.job_files.homes import home as home
-from wrapper.job_files.job import Job as Job
-from wrapper.job_files.job import OurJob as OurJob
-from wrapper.job_files.job import not_ours as not_ours
-from wrapper.job_files.job import ours as ours
-from wrapper.job_files.job import take_lock as take_lock
-from wrapper.job_files.registered import SLURM_NAME, entry_of
-from wrapper.job_files.registered import note_end as note_end
-from wrapper.job_files.registered import slurm_job_of as slurm_job_of
-from wrapper.strict_modes import check_above, check_folder
-from wrapper.strict_modes import write_private as write_private
+from resihp.wrapper import registry
+from resihp.wrapper.file_locks import LOCK_NAME as LOCK_NAME
+from resihp.wrapper.file_locks import NO_LOCKS as NO_LOCKS
+from resihp.wrapper.file_locks import lock_file as lock_file
+from resihp.wrapper.job_files.contents import JobFile
+from resihp.wrapper.job_files.contents import SupervisorFile as SupervisorFile
+from resihp.wrapper.job_files.homes import home as home
+from resihp.wrapper.job_files.job import Job as Job
+from resihp.wrapper.job_files.job import OurJob as OurJob
+from resihp.wrapper.job_files.job import not_ours as not_ours
+from resihp.wrapper.job_files.job import ours as ours
+from resihp.wrapper.job_files.job import take_lock as take_lock
+from resihp.wrapper.job_files.registered import SLURM_NAME, entry_of
+from resihp.wrapper.job_files.registered import note_end as note_end
+from resihp.wrapper.job_files.registered import slurm_job_of as slurm_job_of
+from resihp.wrapper.strict_modes import check_above, check_folder
+from resihp.wrapper.strict_modes import write_private as write_private
 
 if TYPE_CHECKING:
     pass

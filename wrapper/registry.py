@@ -8,7 +8,7 @@ which is replaced as a whole.
 An entry only says where the job's folder is: the state of a job is in that folder, and no program is started because of
 an entry. But paths outside of a job's folder are trusted only if the job is registered here. No training depends on the
 registry: a failed write is reported once, and a file system that hangs is not waited for. Written by
-`wrapper.job_files` and `resihp submit`; read by `wrapper.job_folder` and `resihp jobs`.
+`resihp.wrapper.job_files` and `resihp submit`; read by `resihp.wrapper.job_folder` and `resihp jobs`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from resihp.errors import OwnershipError
-from wrapper.strict_modes import is_own, read_own, write_private
+from resihp.wrapper.strict_modes import is_own, read_own, write_private
 
 MAX_ENTRY_BYTES = 64 << 10
 """Largest size of a file that is read; ours have a few hundred bytes."""

@@ -6,8 +6,8 @@ is first opened and then checked through its descriptor; only regular files are 
 Files and folders must belong to us or root, and must not be writable by others; a sticky folder such as /tmp is
 allowed. Above RESIHP_HOME, a project's group may have write permission: the folder's owner has chosen that, and the
 group's members can at most move our jobs away. Our own files are written completely or not at all, and only we can read
-them. Decides nothing about a job. Called by `wrapper.job_folder`, `wrapper.config.run_spec`, and all modules that read
-or write a job's files.
+them. Decides nothing about a job. Called by `resihp.wrapper.job_folder`, `resihp.wrapper.config.run_spec`, and all
+modules that read or write a job's files.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def job(
 def _command(scale: Scale, faults: tuple[str, ...], iterations: int, shape: Shape) -> list[str]:
     sizes = {"layers": scale.of(8, 4), "hidden": scale.of(256, 32), "tokens": scale.of(512, 64), "micro-batches": 8}
     sizes["iterations"] = iterations
-    command = [sys.executable, "-m", "wrapper", "run", "--local"]
+    command = [sys.executable, "-m", "resihp", "run", "--local"]
     command += ["--nodes", str(shape.nodes), "--gpus-per-node", str(shape.workers)]
     command += ["--tp", str(shape.tp), "--pp", str(shape.pp)]
     for fault in faults:
@@ -151,7 +151,7 @@ def _outcome(rows: Mapping[str, list[dict[str, Any]]], trouble: str, device_byte
 
 def _rows(folder: Path, table: str) -> list[dict[str, Any]]:
     """Rows of a job's ledger; none if it has no such ledger."""
-    command = [sys.executable, "-m", "wrapper", "history", table, "--json"]
+    command = [sys.executable, "-m", "resihp", "history", table, "--json"]
     environment = {**os.environ, **_homes(folder)}
     answer = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
     if answer.returncode:

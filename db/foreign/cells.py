@@ -1,9 +1,9 @@
 """Type checks of cells in a SQLite ledger that another user may have written: each cell must have its column's type.
 
 SQLite stores any value in any column, and a table may generate a column whenever it is read, while all readers of a
-ledger rely on the numbers, times and texts of the schema. Called for copies of other users' files (`db.foreign.files`):
-by `db.reading.reader` for the tables of a query, and by imports for all tables. Ledgers that only this user can write
-are not checked.
+ledger rely on the numbers, times and texts of the schema. Called for copies of other users' files
+(`resihp.db.foreign.files`): by `resihp.db.reading.reader` for the tables of a query, and by imports for all tables.
+Ledgers that only this user can write are not checked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from sqlalchemy import Boolean, Connection, Float, Integer, Table, event, inspect, text
 from sqlalchemy.types import TypeEngine
 
-from db.models import LedgerTable, UtcDateTime
+from resihp.db.models import LedgerTable, UtcDateTime
 from resihp.errors import LedgerError
 
 MAX_TEXT_BYTES = 16 << 20

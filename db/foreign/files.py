@@ -4,7 +4,7 @@ SQLite trusts the files beside a database. It applies a rollback journal that it
 this journal names as its super-journal (sqlite.org/atomiccommit.html, section 5). It creates `-wal` and `-shm` files in
 the folder, and it waits for locks. So another user's file is copied through a file descriptor into a private folder,
 together with its WAL, and is read there. A file of this user that a group may write is read in place, but read-only, so
-that SQLite applies no journal. Called by `db.engine`, and by imports.
+that SQLite applies no journal. Called by `resihp.db.engine`, and by imports.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Run by Alembic for `db.migrate`: always online, on the connection and in the transaction that it is given."""
+"""Run by Alembic for `resihp.db.migrate`: always online, on the connection and in the transaction that it is given."""
 
 from __future__ import annotations
 
 from alembic import context
 from sqlalchemy import Connection
 
-from db.migrate import VERSION_TABLE
-from db.models import LedgerTable
+from resihp.db.migrate import VERSION_TABLE
+from resihp.db.models import LedgerTable
 
 connection: Connection = context.config.attributes["connection"]
 context.configure(

@@ -1,1 +1,1 @@
-"""A ledger's tables as Parquet files in a folder, and back: written and read by `db.exchange`."""
+"""A ledger's tables as Parquet files in a folder, and back: written and read by `resihp.db.exchange`."""

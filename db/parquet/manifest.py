@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from db import migrate
-from db.parquet.tables import JOBS, MAINTENANCE, OF_JOBS
+from resihp.db import migrate
+from resihp.db.parquet.tables import JOBS, MAINTENANCE, OF_JOBS
 from resihp.errors import LedgerError
 
 FORMAT = "resihp ledger"
@@ -48,7 +48,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     `min_reader`: oldest schema version of clients that may read it; empty in older exports. `left_out`: tables and
     columns of a newer ledger that the exporting client did not know. `files`: empty in older exports, which have one
-    file for each table. `months`: the state of each month's jobs (`db.parquet.writing`).
+    file for each table. `months`: the state of each month's jobs (`resihp.db.parquet.writing`).
     """
 
     format: str

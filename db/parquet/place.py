@@ -11,8 +11,8 @@ import os
 import shutil
 from pathlib import Path
 
-from db import migrate
-from db.parquet.manifest import MANIFEST, Manifest, foreign, read_manifest
+from resihp.db import migrate
+from resihp.db.parquet.manifest import MANIFEST, Manifest, foreign, read_manifest
 from resihp.durable_files import sync_folder
 from resihp.errors import UsageError
 

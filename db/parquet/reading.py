@@ -1,4 +1,5 @@
-"""Reader of an export folder that `db.parquet.writing` wrote, or of an older export with one file for each table.
+"""Reader of an export folder that `resihp.db.parquet.writing` wrote, or of an older export with one file for each
+table.
 
 Exports are checked first (`manifest.check_manifest`), but are still not trusted: their rows have to satisfy the
 ledger's constraints, and rows that are not in an export's order are refused.
@@ -13,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Table
 
-from db.models import LedgerTable
-from db.parquet.manifest import MANIFEST, Manifest, check_manifest, unreadable
-from db.parquet.tables import JOBS, MAINTENANCE, Row, Source, Values, arrow_schema, columns_of
+from resihp.db.models import LedgerTable
+from resihp.db.parquet.manifest import MANIFEST, Manifest, check_manifest, unreadable
+from resihp.db.parquet.tables import JOBS, MAINTENANCE, Row, Source, Values, arrow_schema, columns_of
 from resihp.errors import LedgerError
 
 if TYPE_CHECKING:

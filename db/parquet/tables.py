@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from sqlalchemy import BigInteger, Boolean, Float, Integer, Table
 
-from db.models import JobRow, LedgerTable, MaintenanceRow, UtcDateTime
+from resihp.db.models import JobRow, LedgerTable, MaintenanceRow, UtcDateTime
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 from sqlalchemy import Table
 
-from db import migrate
-from db.parquet.manifest import FORMAT, MANIFEST, ExportedFile, Manifest, fault
-from db.parquet.tables import (
+from resihp.db import migrate
+from resihp.db.parquet.manifest import FORMAT, MANIFEST, ExportedFile, Manifest, fault
+from resihp.db.parquet.tables import (
     JOBS,
     MAINTENANCE,
     MONTHLY_TABLES,

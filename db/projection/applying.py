@@ -1,7 +1,7 @@
 """Applies journal records to the rows of a ledger in order, with one function for each type of entry.
 
 Applying a record advances `jobs.journal_seq`, so that the rows always agree with the number of the last applied record;
-applying a record twice changes nothing. Reads no file and no clock. Called by `db.writing.transactions`.
+applying a record twice changes nothing. Reads no file and no clock. Called by `resihp.db.writing.transactions`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from sqlalchemy import insert
 from sqlalchemy.orm import Session
 
-from db import models
-from db.projection import drains, failures, iterations, jobs, nodes, plans, suspicions
-from db.projection.columns import moment, stored_text
+from resihp.db import models
+from resihp.db.projection import drains, failures, iterations, jobs, nodes, plans, suspicions
+from resihp.db.projection.columns import moment, stored_text
 from resihp.record import journal
 from resihp.record.describe import explain
 

@@ -10,8 +10,8 @@ import json
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from db import models
-from db.projection.columns import moment, stored_text
+from resihp.db import models
+from resihp.db.projection.columns import moment, stored_text
 from resihp.record import journal
 
 DRAIN_STEPS = ("slurm", "spool", "exclusion")

@@ -11,9 +11,9 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from db import models
-from db.projection import suspicions
-from db.projection.columns import finite, moment, stored_text
+from resihp.db import models
+from resihp.db.projection import suspicions
+from resihp.db.projection.columns import finite, moment, stored_text
 from resihp.record import journal
 
 

@@ -10,9 +10,9 @@ from typing import cast
 
 from sqlalchemy.orm import Session
 
-from db import models
-from db.projection.columns import finite, moment, stored_text
-from db.projection.statements import upsert
+from resihp.db import models
+from resihp.db.projection.columns import finite, moment, stored_text
+from resihp.db.projection.statements import upsert
 from resihp.record import journal
 from resihp.record.packing import unpack
 

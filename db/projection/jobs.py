@@ -1,7 +1,8 @@
 """The row of a job: finds or creates it by the first record of the job's journal, and can delete all rows of the job.
 
 Decides how journal entries change the job's row; never writes another job's row, except for the cost accounts of
-earlier attempts (`db.settling`). Called by `applying`, `db.writer`, `db.writing.transactions` and `db.exchange`.
+earlier attempts (`resihp.db.settling`). Called by `applying`, `resihp.db.writer`, `resihp.db.writing.transactions` and
+`resihp.db.exchange`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import msgspec
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
-from db import models, settling
-from db.projection.columns import moment, stored_text
-from db.reading import reader
+from resihp.db import models, settling
+from resihp.db.projection.columns import moment, stored_text
+from resihp.db.reading import reader
 from resihp.errors import LedgerError
 from resihp.record import journal
 from resihp.record.job_uuid import job_uuid

@@ -12,9 +12,9 @@ from typing import Any
 from sqlalchemy import update
 from sqlalchemy.orm import Session
 
-from db import models
-from db.projection.columns import moment, stored_text
-from db.projection.statements import upsert
+from resihp.db import models
+from resihp.db.projection.columns import moment, stored_text
+from resihp.db.projection.statements import upsert
 from resihp.record import journal
 
 

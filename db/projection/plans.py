@@ -13,8 +13,8 @@ import msgspec
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
-from db import layouts, models
-from db.projection.columns import finite, moment, stored_text
+from resihp.db import layouts, models
+from resihp.db.projection.columns import finite, moment, stored_text
 from resihp.record import journal
 from resihp.record.recovery import Moments, RecoveryTimes, first_of, recovery
 

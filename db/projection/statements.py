@@ -13,7 +13,7 @@ from sqlalchemy import Table
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from db import models
+from resihp.db import models
 
 
 def upsert(

@@ -10,9 +10,9 @@ import json
 from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
-from db import models
-from db.projection.columns import finite, moment, stored_text
-from db.projection.statements import add_if_missing
+from resihp.db import models
+from resihp.db.projection.columns import finite, moment, stored_text
+from resihp.db.projection.statements import add_if_missing
 from resihp.record import journal
 
 

@@ -1,6 +1,6 @@
 """Comparison of two jobs: their differences, and the time of their iterations at equal work. Reads only.
 
-Called by `resihp compare` and `db.reading.queries`.
+Called by `resihp compare` and `resihp.db.reading.queries`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 
 from sqlalchemy import select
 
-from db.models import DeviceRow, MembershipRow
-from db.reading.plans import promises
-from db.reading.reader import Reader
-from db.reading.tables import Row, object_in
+from resihp.db.models import DeviceRow, MembershipRow
+from resihp.db.reading.plans import promises
+from resihp.db.reading.reader import Reader
+from resihp.db.reading.tables import Row, object_in
 
 SIGNIFICANT_ERRORS = 2.0
 """Number of standard errors that a difference must exceed to be reported as a difference."""

@@ -2,7 +2,8 @@
 
 Each query has two parts. The first reads one ledger and returns few rows, because the database does the counting. The
 second combines the results of several ledgers: a cluster's PostgreSQL is one ledger, while a home of jobs with a SQLite
-file each has many. Called by `history` and `db.reading.queries`. Reads only; `resihp.detector.lemons` judges nodes.
+file each has many. Called by `history` and `resihp.db.reading.queries`. Reads only; `resihp.detector.lemons` judges
+nodes.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any, Literal, get_args
 
 from sqlalchemy import ColumnElement, Select, case, func, select
 
-from db.models import DrainRow, FailureRow, JobRow, NodeRow, ReconfigurationRow
-from db.reading import hardware, health
-from db.reading.reader import Reader
-from db.reading.tables import Row, no_collection
+from resihp.db.models import DrainRow, FailureRow, JobRow, NodeRow, ReconfigurationRow
+from resihp.db.reading import hardware, health
+from resihp.db.reading.reader import Reader
+from resihp.db.reading.tables import Row, no_collection
 from resihp.detector.lemons import NodeFailure, node_health
 from resihp.detector.moved import Machine, Renewal, SeenDevice, follow
 from resihp.detector.service_hours import Service

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 from sqlalchemy import Select, String, and_, cast, func, or_, select
 
-from db.models import DeviceRow, DrainRow, JobRow, LedgerTable, MaintenanceRow, MembershipRow
-from db.reading.reader import Reader
-from db.reading.tables import Row, no_collection
+from resihp.db.models import DeviceRow, DrainRow, JobRow, LedgerTable, MaintenanceRow, MembershipRow
+from resihp.db.reading.reader import Reader
+from resihp.db.reading.tables import Row, no_collection
 from resihp.detector.lemons import HORIZON_S
 from resihp.detector.moved import Machine, Renewal, SeenDevice
 

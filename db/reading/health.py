@@ -8,7 +8,7 @@ certainty of a verdict depends on its component (`CERTAINTY`; a process may die 
 the detector's confidence. A verdict on a device or node that is more likely true than not counts as a whole outage;
 other verdicts only move a node up in the list. A node's service is the time that it spent in jobs, multiplied by its
 devices. Devices with a known UUID keep their record when they move, and a repaired or replaced device starts with a
-clean record (`db.reading.hardware`).
+clean record (`resihp.db.reading.hardware`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import ColumnElement, case, func, select
 
-from db.models import EventRow, FailureRow, JobRow, LedgerTable, NodeRow, ProbeRow
-from db.reading import hardware
-from db.reading.reader import Reader
-from db.reading.tables import Row
+from resihp.db.models import EventRow, FailureRow, JobRow, LedgerTable, NodeRow, ProbeRow
+from resihp.db.reading import hardware
+from resihp.db.reading.reader import Reader
+from resihp.db.reading.tables import Row
 from resihp.detector.lemons import HALF_LIFE_S, HORIZON_S, NodeFailure, NodeHealth, node_health
 from resihp.detector.moved import follow
 from resihp.detector.probes import Former, Place

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import ColumnElement, Select, case, literal, or_, select
 
-from db.models import JobRow, NodeRow
-from db.reading.tables import Row
+from resihp.db.models import JobRow, NodeRow
+from resihp.db.reading.tables import Row
 from resihp.errors import JobNotFoundError, UsageError
 
 if TYPE_CHECKING:
-    from db.reading.reader import Reader
+    from resihp.db.reading.reader import Reader
 
 MAX_SUGGESTIONS = 3
 """Limit on the names that are suggested for an unknown one."""
@@ -126,7 +126,7 @@ def _escaped_for_like(name: str) -> str:
 
 def _reader_name() -> str:
     """Return the name of the user who runs this process, as the user's jobs record it
-    (`wrapper.job_files.registered.user_name`)."""
+    (`resihp.wrapper.job_files.registered.user_name`)."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a container has no name for us

@@ -21,7 +21,8 @@
     queries.cost(ledger).set_index("cause")["gpu_hours"]                    # total cost by cause
 
 Integers that may be missing are `Int64`, times are UTC, JSON columns (ranks, layouts) are lists and dicts. The figures
-are defined in `db.reading.costs.cost_accounts`, `db.reading.plans.promises` and `db.reading.fleet`.
+are defined in `resihp.db.reading.costs.cost_accounts`, `resihp.db.reading.plans.promises` and
+`resihp.db.reading.fleet`.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import BigInteger, Boolean, Float, Integer, String, func, select
 
-from db import models
-from db.models import EventRow, IterationRow, JobRow
-from db.reading import comparison, fleet, hardware, rates
-from db.reading.costs import fleet_costs
-from db.reading.costs.fleet_costs import FIGURE_COLUMNS, CostBy
-from db.reading.costs.summary import summarise
-from db.reading.fleet import By
-from db.reading.iterations.excess import NEAR_ITERATIONS, last_unaffected
-from db.reading.iterations.why import Why
-from db.reading.iterations.why import why as explain_iteration
-from db.reading.plans import decisions as taken
-from db.reading.plans import plan_rows
-from db.reading.plans import spares as spares_saved
-from db.reading.reader import Reader
-from db.reading.tables import JOB_COLUMNS, OF_JOB, TABLES, Row, Table
+from resihp.db import models
+from resihp.db.models import EventRow, IterationRow, JobRow
+from resihp.db.reading import comparison, fleet, hardware, rates
+from resihp.db.reading.costs import fleet_costs
+from resihp.db.reading.costs.fleet_costs import FIGURE_COLUMNS, CostBy
+from resihp.db.reading.costs.summary import summarise
+from resihp.db.reading.fleet import By
+from resihp.db.reading.iterations.excess import NEAR_ITERATIONS, last_unaffected
+from resihp.db.reading.iterations.why import Why
+from resihp.db.reading.iterations.why import why as explain_iteration
+from resihp.db.reading.plans import decisions as taken
+from resihp.db.reading.plans import plan_rows
+from resihp.db.reading.plans import spares as spares_saved
+from resihp.db.reading.reader import Reader
+from resihp.db.reading.tables import JOB_COLUMNS, OF_JOB, TABLES, Row, Table
 from resihp.errors import UsageError
 
 if TYPE_CHECKING:
@@ -89,14 +90,15 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 def spares(
     reader: Reader, job: Row | None = None, since: datetime | None = None, until: datetime | None = None
 ) -> pd.DataFrame:
-    """Return the time that one more spare node would have saved; columns as in `db.reading.plans.spares.saved`."""
+    """Return the time that one more spare node would have saved; columns as in
+    `resihp.db.reading.plans.spares.saved`."""
     return as_frame(plan_rows.spares_rows(reader, job, since=since, until=until), COLUMNS["spares"])
 
 
 def decisions(
     reader: Reader, job_id: int, since: datetime | None = None, until: datetime | None = None
 ) -> pd.DataFrame:
-    """Return every decision of a job, one row each; columns as in `db.reading.plans.decisions.decisions`."""
+    """Return every decision of a job, one row each; columns as in `resihp.db.reading.plans.decisions.decisions`."""
     import pandas as pd
 
     rows = as_frame(plan_rows.decisions_rows(reader, job_id, since=since, until=until), COLUMNS["decisions"])
@@ -152,25 +154,26 @@ def jobs(
 def rate_around(
     reader: Reader, at: datetime, days: float = rates.DEFAULT_DAYS, user: str | None = None
 ) -> pd.DataFrame:
-    """Return failures per 1,000 device-days before and after a time; columns as in `db.reading.rates.rate_around`."""
+    """Return failures per 1,000 device-days before and after a time; columns as in
+    `resihp.db.reading.rates.rate_around`."""
     return as_frame(rates.rate_around(reader, at, days, user), COLUMNS["rate"])
 
 
 def rate_with(reader: Reader, trait: str, value: str, now: datetime, days: float = rates.DEFAULT_DAYS) -> pd.DataFrame:
     """Compare failure rates of stays that have `value` of a trait (`driver`, `vbios`, `torch`, ...) with those of all
-    other stays; columns as in `db.reading.rates.rate_around`."""
+    other stays; columns as in `resihp.db.reading.rates.rate_around`."""
     return as_frame(rates.rate_with(reader, trait, value, days, now), COLUMNS["rate"])
 
 
 def repairs(reader: Reader, since: datetime | None = None, until: datetime | None = None) -> pd.DataFrame:
     """Return nodes and devices with failures of the last week, or since `since`, that await repair; columns as in
-    `db.reading.rates.repairs`."""
+    `resihp.db.reading.rates.repairs`."""
     return as_frame(rates.repairs(reader, since, until), COLUMNS["repairs"])
 
 
 def compare(reader: Reader, first: str, second: str) -> pd.DataFrame:
     """Return the differences between two jobs, and the times of their iterations at equal work; columns as in
-    `db.reading.comparison.compare`."""
+    `resihp.db.reading.comparison.compare`."""
     return as_frame(comparison.compare(reader, reader.job(first), reader, reader.job(second)), COLUMNS["compare"])
 
 
@@ -231,7 +234,7 @@ def failures_by(reader: Reader, by: By, job_id: int | None = None, **filters: da
     """Return the numbers of failures by node, component, cause, kind or job, most first, with mean times to detect and
     to recover.
 
-    Filters: `node`, `since`, `until`. Columns as in `db.reading.fleet.joined`.
+    Filters: `node`, `since`, `until`. Columns as in `resihp.db.reading.fleet.joined`.
     """
     rows = fleet.joined(by, fleet.failures_by(reader, by, job_id, **filters))  # type: ignore[arg-type]
     return as_frame(rows, COLUMNS[f"failures by {by}"])
@@ -252,8 +255,8 @@ def cost(
     price: float | None = None,
 ) -> pd.DataFrame:
     """Return how the time of a job, or of all jobs, was spent: seconds, share and GPU-hours by cause, as defined in
-    `db.reading.costs.cost_accounts`. For all jobs, only the time between `since` and `until` counts; for one job, the
-    whole job counts. `price`: of a GPU-hour."""
+    `resihp.db.reading.costs.cost_accounts`. For all jobs, only the time between `since` and `until` counts; for one
+    job, the whole job counts. `price`: of a GPU-hour."""
     if job_id is None:
         job_accounts = [account for _, account in fleet_costs.accounts(reader, since=since, until=until)]
     elif since is not None or until is not None:
@@ -273,7 +276,8 @@ def cost_by(
     price: float | None = None,
 ) -> pd.DataFrame:
     """Return the cost of all jobs by job, owner, (Slurm) account, partition, cluster, week or month; columns as in
-    `db.reading.costs.fleet_costs.cost_by`. Only the time between `since` and `until` counts. `price`: of a GPU-hour."""
+    `resihp.db.reading.costs.fleet_costs.cost_by`. Only the time between `since` and `until` counts. `price`: of a
+    GPU-hour."""
     period = by if by in ("week", "month") else None
     job_accounts = fleet_costs.accounts(reader, since=since, until=until, period=period)
     return as_frame(fleet_costs.cost_by(by, job_accounts, price), priced(f"cost by {by}", price))
@@ -286,7 +290,8 @@ def reliability(reader: Reader) -> pd.DataFrame:
 
 
 def lemons(readers: Reader | Iterable[Reader], now: datetime | None = None, *, injected: bool = False) -> pd.DataFrame:
-    """Return nodes of one ledger, or of several, least trustworthy first; columns as in `db.reading.fleet.lemons`."""
+    """Return nodes of one ledger, or of several, least trustworthy first; columns as in
+    `resihp.db.reading.fleet.lemons`."""
     record = fleet.NodeRecord()
     for reader in (readers,) if isinstance(readers, Reader) else readers:
         record.read(reader, fleet.horizon(now), injected)
@@ -303,7 +308,7 @@ def hosts(reader: Reader, job_id: int | None = None) -> pd.DataFrame:
 
 def promises(reader: Reader, job_id: int) -> pd.DataFrame:
     """Return the promise of each plan that took effect and whether it was kept; columns as in
-    `db.reading.plans.promises.promises`."""
+    `resihp.db.reading.plans.promises.promises`."""
     return as_frame(plan_rows.promises_rows(reader, job_id), COLUMNS["promises"])
 
 

@@ -2,7 +2,7 @@
 repairs.
 
 Reads only. *Device-days* are the time that devices spent in jobs, from joining to the node's loss or the job's end.
-Injected faults do not count. Called by `resihp history` and `db.reading.queries`.
+Injected faults do not count. Called by `resihp history` and `resihp.db.reading.queries`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from sqlalchemy import ColumnElement, Select, case, func, select
 
-from db.models import DeviceRow, DrainRow, FailureRow, JobRow, MembershipRow
-from db.reading import hardware
-from db.reading.health import unprovoked
-from db.reading.naming import is_node
-from db.reading.reader import Reader
-from db.reading.tables import Row
+from resihp.db.models import DeviceRow, DrainRow, FailureRow, JobRow, MembershipRow
+from resihp.db.reading import hardware
+from resihp.db.reading.health import unprovoked
+from resihp.db.reading.naming import is_node
+from resihp.db.reading.reader import Reader
+from resihp.db.reading.tables import Row
 from resihp.errors import UsageError
 
 DEFAULT_DAYS = 30.0

@@ -1,8 +1,8 @@
 """An open ledger, for reading: rows of its tables, of one job or all jobs, and a job's figures. Changes nothing.
 
 `Reader.open(url)` checks that there is a ledger of a known schema. Rows are plain dictionaries, with JSON columns
-decoded and times in UTC. `db.reading.queries` returns the same rows as pandas frames; `db.reading.fleet` computes
-statistics over many jobs.
+decoded and times in UTC. `resihp.db.reading.queries` returns the same rows as pandas frames; `resihp.db.reading.fleet`
+computes statistics over many jobs.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from sqlalchemy import cast as sql_cast
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import InstrumentedAttribute
 
-from db.engine import file_of, make_engine, masked, refusal, resolve
-from db.foreign.cells import check_cells_when_read, check_columns
-from db.foreign.files import is_ours, is_read_in_place
-from db.migrate import check_readable
-from db.models import JobRow, WorkerRow
-from db.reading import naming, table_rows
-from db.reading.costs import accounts
-from db.reading.costs.cost_accounts import Account
-from db.reading.costs.timeline import Again, HeldTime, committed_again
-from db.reading.plans.explanations import explanations
-from db.reading.tables import JOB_COLUMNS, Row, no_collection
+from resihp.db.engine import file_of, make_engine, masked, refusal, resolve
+from resihp.db.foreign.cells import check_cells_when_read, check_columns
+from resihp.db.foreign.files import is_ours, is_read_in_place
+from resihp.db.migrate import check_readable
+from resihp.db.models import JobRow, WorkerRow
+from resihp.db.reading import naming, table_rows
+from resihp.db.reading.costs import accounts
+from resihp.db.reading.costs.cost_accounts import Account
+from resihp.db.reading.costs.timeline import Again, HeldTime, committed_again
+from resihp.db.reading.plans.explanations import explanations
+from resihp.db.reading.tables import JOB_COLUMNS, Row, no_collection
 from resihp.errors import LedgerError, UsageError
 
 if TYPE_CHECKING:
@@ -396,5 +396,5 @@ class Reader:
         return accounts.unsettled(self, run)
 
     def summary(self, job_id: int, now: datetime | None = None) -> Row:
-        """Return a job's main figures, as defined in `db.reading.costs.summary.summarise`."""
+        """Return a job's main figures, as defined in `resihp.db.reading.costs.summary.summarise`."""
         return accounts.summary(self, job_id, now)

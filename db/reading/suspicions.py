@@ -1,10 +1,10 @@
 """Devices that were suspected of being slow in earlier jobs, over all jobs of a ledger. Reads only.
 
 A suspicion that no probe confirmed is not a failure: alone it is no evidence against a node, and does not make it a
-lemon (`db.reading.health`). But a device that is suspected in one job after another deserves attention. Suspicions
-count only for the same hardware (`resihp.detector.probes.Place`): node, host, and device model where it was measured.
-Suspicions that others explain ("dropped") do not count, nor do those that were raised after a fault was injected into
-the job.
+lemon (`resihp.db.reading.health`). But a device that is suspected in one job after another deserves attention.
+Suspicions count only for the same hardware (`resihp.detector.probes.Place`): node, host, and device model where it was
+measured. Suspicions that others explain ("dropped") do not count, nor do those that were raised after a fault was
+injected into the job.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from datetime import UTC, datetime
 import msgspec
 from sqlalchemy import func, select
 
-from db.models import FailureRow, NodeRow, ProbeRow, SuspicionRow, WorkerRow
-from db.reading.health import MEMORY_PERIOD, unprovoked
-from db.reading.reader import Reader
-from db.reading.tables import Row
+from resihp.db.models import FailureRow, NodeRow, ProbeRow, SuspicionRow, WorkerRow
+from resihp.db.reading.health import MEMORY_PERIOD, unprovoked
+from resihp.db.reading.reader import Reader
+from resihp.db.reading.tables import Row
 from resihp.detector.probes import Place
 
 JobDevice = tuple[int, str, int]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import ColumnElement, Select, func, or_, select
 
-from db.models import EventRow, JobRow, PlanRow
-from db.reading.tables import (
+from resihp.db.models import EventRow, JobRow, PlanRow
+from resihp.db.reading.tables import (
     ACCOUNT_COLUMNS,
     BACK_AT,
     OF_JOB,
@@ -28,7 +28,7 @@ from db.reading.tables import (
 from resihp.errors import UsageError
 
 if TYPE_CHECKING:
-    from db.reading.reader import Reader
+    from resihp.db.reading.reader import Reader
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from sqlalchemy import ColumnElement, Float, FromClause, Select, case, exists, f
 from sqlalchemy import cast as sql_cast
 from sqlalchemy.orm import aliased
 
-from db import models
-from db.models import EventRow, FailureRow, IterationRow, PlanRow, ReconfigurationRow, WorkerRow
+from resihp.db import models
+from resihp.db.models import EventRow, FailureRow, IterationRow, PlanRow, ReconfigurationRow, WorkerRow
 from resihp.errors import UsageError
 from resihp.record.recovery import Moments, noticed_after, recovery
 

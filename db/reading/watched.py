@@ -1,7 +1,7 @@
 """The rows that show a job's current state: its plans, failures, nodes, workers, open suspicions and unfit devices.
 
-`read` returns them to `wrapper.output.job_history` and to the figures of `resihp status`, with as few statements as
-possible, because on a server each statement costs three round trips. Changes nothing.
+`read` returns them to `resihp.wrapper.output.job_history` and to the figures of `resihp status`, with as few statements
+as possible, because on a server each statement costs three round trips. Changes nothing.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sqlalchemy import and_, case, func, or_, select
 
-from db.models import PlanRow, ProbeRow, ReconfigurationRow, SuspicionRow
-from db.reading.tables import ACCOUNT_COLUMNS, TABLES, Row
+from resihp.db.models import PlanRow, ProbeRow, ReconfigurationRow, SuspicionRow
+from resihp.db.reading.tables import ACCOUNT_COLUMNS, TABLES, Row
 
 if TYPE_CHECKING:
-    from db.reading.reader import Reader
+    from resihp.db.reading.reader import Reader
 
 MAX_LAYOUTS = 65
 """Number of the last plans in effect with layouts that are read; a layout of 16,384 ranks has about 300 kB."""

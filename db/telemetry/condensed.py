@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from db.telemetry.report_rows import ROWS_IN_BATCH, Quantiles, Report
+from resihp.db.telemetry.report_rows import ROWS_IN_BATCH, Quantiles, Report
 
 MAX_OPEN_ITERATIONS = 8
 """Number of iterations that stay open for late reports; the oldest is closed when a further one opens."""

@@ -1,7 +1,7 @@
 """Telemetry that waits for the ledger's writer: rank reports, which are condensed for many ranks, and scores of ranks.
 
-Decides which rows are dropped, and counts them; never waits, and knows no database. Called by `db.writer`, which shares
-its lock with the queue.
+Decides which rows are dropped, and counts them; never waits, and knows no database. Called by `resihp.db.writer`, which
+shares its lock with the queue.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from db.telemetry import report_rows
+from resihp.db.telemetry import report_rows
 from resihp.record import journal
 
 if TYPE_CHECKING:
-    from db.telemetry.condensed import Condensed
+    from resihp.db.telemetry.condensed import Condensed
 
 RANKS_KEPT_WHOLE = 1024
-"""Largest number of ranks in a job of which every report is kept; for more ranks, `db.telemetry.condensed` selects
-reports."""
+"""Largest number of ranks in a job of which every report is kept; for more ranks, `resihp.db.telemetry.condensed`
+selects reports."""
 
 
 class TelemetryBatch(NamedTuple):
@@ -83,7 +83,7 @@ class TelemetryQueue:
         if self._condensed is None:
             if first is None or not _has_many_ranks(first.entry):
                 return
-            from db.telemetry.condensed import Condensed  # with numpy
+            from resihp.db.telemetry.condensed import Condensed  # with numpy
 
             self._condensed = Condensed()
         condensed = self._condensed

@@ -1,9 +1,9 @@
 """Writing of rank reports in bulk: COPY or arrays on PostgreSQL, multi-row statements on SQLite. Also writes scores of
 ranks and quantiles of iterations, of which there are few.
 
-Called by `db.writing.transactions`, `queue` and `db.exchange`. A report is identified by job, iteration, rank and
-epoch, a score by job, iteration and rank, and quantiles by job, iteration and epoch; writing one of them twice changes
-nothing. Decides only which rows fit the table; telemetry may be lost.
+Called by `resihp.db.writing.transactions`, `queue` and `resihp.db.exchange`. A report is identified by job, iteration,
+rank and epoch, a score by job, iteration and rank, and quantiles by job, iteration and epoch; writing one of them twice
+changes nothing. Decides only which rows fit the table; telemetry may be lost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sqlalchemy import Connection, Table
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from db.models import RankQuantilesRow, RankScoreRow
+from resihp.db.models import RankQuantilesRow, RankScoreRow
 
 Report = tuple[int, int, int, float | None, float | None]
 """(iteration, epoch, rank, seconds, compute_seconds)."""

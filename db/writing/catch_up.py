@@ -1,13 +1,13 @@
 """Brings a ledger up to date with a journal, and waits for it: for commands that show a job, and for imports.
 
-Decides how long to wait; `db.writer` writes. Called by `db.exchange`, by commands and by the supervisor.
+Decides how long to wait; `resihp.db.writer` writes. Called by `resihp.db.exchange`, by commands and by the supervisor.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from db.writer import Ledger
+from resihp.db.writer import Ledger
 from resihp.errors import LedgerError, ResihpError
 
 

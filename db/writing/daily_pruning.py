@@ -1,6 +1,6 @@
 """Removes outdated telemetry of a user's jobs once a day, while one of these jobs writes its ledger.
 
-Decides when to remove; `db.retention` removes the rows. Called by `db.writer`, in its thread.
+Decides when to remove; `resihp.db.retention` removes the rows. Called by `resihp.db.writer`, in its thread.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from datetime import UTC, datetime, timedelta
 from sqlalchemy import Engine
 from sqlalchemy.exc import DBAPIError
 
-from db.retention import prune_telemetry
-from db.writing.transactions import first_line
+from resihp.db.retention import prune_telemetry
+from resihp.db.writing.transactions import first_line
 from resihp.record import journal
 
 PRUNE_EVERY_S = 86400.0

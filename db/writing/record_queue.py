@@ -1,7 +1,7 @@
 """Journal records that wait for the ledger's writer: in memory, or, if too many wait, only in the journal.
 
 Decides which records are written next, and when the journal has to be read again; never drops a record. Not
-thread-safe: `db.writer` does the locking.
+thread-safe: `resihp.db.writer` does the locking.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Transactions of a job's ledger: a batch of records and telemetry is written as a whole or not at all.
 
 Decides which records of a batch can be written now, and records an event for a record that fits no table; never
-retries. Called by `db.writer`, in its thread.
+retries. Called by `resihp.db.writer`, in its thread.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 from sqlalchemy.orm import Session
 
-from db import migrate
-from db.projection import applying
-from db.projection.jobs import forget, job_of
-from db.telemetry import report_rows
+from resihp.db import migrate
+from resihp.db.projection import applying
+from resihp.db.projection.jobs import forget, job_of
+from resihp.db.telemetry import report_rows
 from resihp.errors import LedgerError
 from resihp.record import journal, journal_file
 

@@ -28,7 +28,7 @@ from rich.text import Text
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-RESIHP = [sys.executable, "-m", "wrapper"]
+RESIHP = [sys.executable, "-m", "resihp"]
 LAYER_MS = "40"
 JOB = ["--local", "--nodes", "4", "--gpus-per-node", "2", "--tp", "2", "--pp", "2"]
 FAULTS = ["crash:rank=5@iteration=12,phase=backward", "slow:rank=2,speed=0.4@iteration=32,until=50"]

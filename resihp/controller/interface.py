@@ -1,5 +1,5 @@
 """The controller's interface: the events that it takes, the actions that it returns, and the components that it calls.
-Events and actions are plain data; the shell (`wrapper.supervisor.process`) translates them.
+Events and actions are plain data; the shell (`resihp.wrapper.supervisor.process`) translates them.
 
 Events come from sockets, the clock and signals. Actions go to agents, the journal and the user. The shell carries out
 the actions of one event in the order in which the controller returns them: a `Log` is on disk before the shell carries

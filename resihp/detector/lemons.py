@@ -1,7 +1,7 @@
 """Finds lemons: nodes and devices that fail significantly more often than the rest of the fleet.
 
-Judges verdicts of past jobs; never drains a node. Called by `db.reading.health` and `db.reading.fleet` with a ledger's
-verdicts. Times are seconds since 1970; pure.
+Judges verdicts of past jobs; never drains a node. Called by `resihp.db.reading.health` and `resihp.db.reading.fleet`
+with a ledger's verdicts. Times are seconds since 1970; pure.
 
 Method. It counts the outages of each node, and of each device, in the last 30, 90 and 180 days. Each count is compared
 with the rate of all other nodes or devices by an exact Poisson tail probability, or a gamma-Poisson one if rates differ

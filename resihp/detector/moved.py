@@ -6,7 +6,7 @@ its replacement begins anew, even if the UUID of the replaced device is unknown.
 begins anew (`Renewal`), and so does the record of a node name that was given to another machine; devices with a known
 UUID that came along keep their records.
 
-Never judges a node. Called by `db.reading` before `lemons.node_health`. Times in seconds since 1970.
+Never judges a node. Called by `resihp.db.reading` before `lemons.node_health`. Times in seconds since 1970.
 """
 
 from __future__ import annotations

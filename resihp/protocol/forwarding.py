@@ -2,7 +2,7 @@
 
 Reports and orders stay encoded on their way through the agent (`messages.FromWorker`, `messages.ToWorkers`). The agent
 decodes only a `Label` of each message; the recipient decodes and checks the whole message. This module decides nothing.
-Used by `wrapper.agent` and `wrapper.supervisor.agents.links`.
+Used by `resihp.wrapper.agent` and `resihp.wrapper.supervisor.agents.links`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 software, as reported by workers. The journal records both.
 
 The length and number of texts are limited, because texts come from another machine and are written to a database. A
-message that exceeds the limits is invalid. This module reads no hardware: `wrapper.agent.inventory` and
+message that exceeds the limits is invalid. This module reads no hardware: `resihp.wrapper.agent.inventory` and
 `resihp.executor.versions` fill in the fields.
 """
 

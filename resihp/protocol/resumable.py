@@ -1,13 +1,13 @@
 """A conversation that survives its connections: every message is delivered once and in order, even if connections
 break.
 
-This is one side of the conversation. Agents (`wrapper.agent.process`) and the supervisor, for each agent
-(`wrapper.supervisor.agents`), use the same class. A posted message has a number and is stored until the other side has
-acknowledged this number. Every envelope carries an acknowledgement; `acknowledge`, called about once a second, sends an
-acknowledgement alone if there is no other message. The first envelope on a new connection contains the number of the
-last message that its sender has received; after this envelope, the recipient sends all later messages again. Duplicates
-are recognised by their numbers and dropped. Messages of number 0 are not stored: they are lost with their connection,
-never repeated.
+This is one side of the conversation. Agents (`resihp.wrapper.agent.process`) and the supervisor, for each agent
+(`resihp.wrapper.supervisor.agents`), use the same class. A posted message has a number and is stored until the other
+side has acknowledged this number. Every envelope carries an acknowledgement; `acknowledge`, called about once a second,
+sends an acknowledgement alone if there is no other message. The first envelope on a new connection contains the number
+of the last message that its sender has received; after this envelope, the recipient sends all later messages again.
+Duplicates are recognised by their numbers and dropped. Messages of number 0 are not stored: they are lost with their
+connection, never repeated.
 
 If more than `most_bytes` wait for acknowledgement, the other side does not read: the conversation is `overdue`, and its
 owner disconnects. This module uses no socket and no clock, and decides nothing else.

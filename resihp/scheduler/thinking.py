@@ -1,7 +1,7 @@
 """Answers a question that can wait: decides, searches for as long as the caller allows, and checks the plan. Pure.
 
-`wrapper.supervisor.thinking` calls it in a separate process, the simulator on its virtual clock. Modules that only ask
-questions import `resihp.scheduler.questions`, which does not load the code of the search.
+`resihp.wrapper.supervisor.thinking` calls it in a separate process, the simulator on its virtual clock. Modules that
+only ask questions import `resihp.scheduler.questions`, which does not load the code of the search.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """The fork server: imports the libraries for training once, then forks a worker on each request.
 
 Each node has one fork server. It is started with the user's interpreter: `python -P -m resihp.worker.forkserver --fd N
---parent PID`. The agent (`wrapper.agent.process`) sends requests through an inherited socket; each request carries the
-socket of the new worker. The fork server decides nothing. It dies with the agent, and its children die with it. In a
-container it does not know its parent, and ends when the agent closes its end of the socket. It never imports wrapper,
-slurm or db, so that a worker finds the user's modules with these names. It has only one thread when it forks.
+--parent PID`. The agent (`resihp.wrapper.agent.process`) sends requests through an inherited socket; each request
+carries the socket of the new worker. The fork server decides nothing. It dies with the agent, and its children die with
+it. In a container it does not know its parent, and ends when the agent closes its end of the socket. It never imports
+wrapper, slurm or db, so that a worker finds the user's modules with these names. It has only one thread when it forks.
 
-Virtual nodes of one machine share the imports (`--shared`, started by `wrapper.supervisor.guardian`): the first process
-forks a fork server for each node on request (`Serve`). The forked servers and their workers belong to the process
-groups of their agents. A forked server ends when its agent closes its end of the socket, and may outlive the process
-that forked it.
+Virtual nodes of one machine share the imports (`--shared`, started by `resihp.wrapper.supervisor.guardian`): the first
+process forks a fork server for each node on request (`Serve`). The forked servers and their workers belong to the
+process groups of their agents. A forked server ends when its agent closes its end of the socket, and may outlive the
+process that forked it.
 """
 
 from __future__ import annotations

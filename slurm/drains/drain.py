@@ -5,8 +5,8 @@
   exclusion   always: the user's own jobs avoid the node for a while. The only step for a node that must not be drained.
 
 Never decides whether a node is bad, nor how many nodes a job may have drained: the callers do
-(`resihp.controller.nodes.drains` through `wrapper.slurm_tasks.nodes`, and `resihp node`). Synchronous. A step that
-fails reports this as its outcome, in the terms of `journal.DrainAnswered`; nothing raises.
+(`resihp.controller.nodes.drains` through `resihp.wrapper.slurm_tasks.nodes`, and `resihp node`). Synchronous. A step
+that fails reports this as its outcome, in the terms of `journal.DrainAnswered`; nothing raises.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Literal
 
 import msgspec
 
-from slurm.client import PREFIX, NodeView, Slurm, sanitised
-from slurm.drains import spool as requests
-from slurm.drains.exclusions import EXCLUSION_S, Exclusions, Measure
-from slurm.drains.spool import SpoolError
-from slurm.errors import SlurmError, SlurmOutputError, SlurmRefusedError
-from slurm.rate_limited import Polite
+from resihp.slurm.client import PREFIX, NodeView, Slurm, sanitised
+from resihp.slurm.drains import spool as requests
+from resihp.slurm.drains.exclusions import EXCLUSION_S, Exclusions, Measure
+from resihp.slurm.drains.spool import SpoolError
+from resihp.slurm.errors import SlurmError, SlurmOutputError, SlurmRefusedError
+from resihp.slurm.rate_limited import Polite
 
 NOT_RESPONDING = "Not responding"
 """Slurm's own reason for a node that it cannot reach; with this reason, the node counts as not set aside by any

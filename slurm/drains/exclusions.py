@@ -3,8 +3,8 @@
 There is one file for each cluster, `<home>/exclusions/<cluster>.json`, because clusters may have the same node names.
 Each exclusion expires (`EXCLUSION_S`), because resihp is not told when a node has been repaired. The file is shared by
 all jobs of a user: it is changed under a lock and replaced as a whole. A file that cannot be read excludes nothing and
-logs a warning; it is kept beside the file that replaces it. Used by `slurm.drains.drain`, by all code that submits
-jobs, and by `resihp node`.
+logs a warning; it is kept beside the file that replaces it. Used by `resihp.slurm.drains.drain`, by all code that
+submits jobs, and by `resihp node`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Literal
 
 import msgspec
 
-from slurm.client import Slurm
-from slurm.errors import SlurmError
+from resihp.slurm.client import Slurm
+from resihp.slurm.errors import SlurmError
 
 VERSION = 1
 Measure = Literal["drain", "exclude"]

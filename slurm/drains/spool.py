@@ -3,7 +3,7 @@ reads.
 
 A file states the request. The requesting user is the file's owner; the hook (`slurm/site/hook.py`) believes no other
 statement about the user. The hook decides whether to grant the request; the result shows in Slurm. Used by
-`slurm.drains.drain`.
+`resihp.slurm.drains.drain`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Literal
 
 import msgspec
 
-from slurm.client import PREFIX, sanitised
-from slurm.errors import SlurmError
+from resihp.slurm.client import PREFIX, sanitised
+from resihp.slurm.errors import SlurmError
 
 VERSION = 1
 MAX_BYTES = 4096

@@ -2,14 +2,14 @@
 
 Each field is terminated by a control character that no sensible value contains, so that spaces, bars or line breaks in
 a reason or in a job's name cannot shift the fields. Decides whether an answer has the requested form; raises
-SlurmOutputError if not. Called by `slurm.parsing.parse`.
+SlurmOutputError if not. Called by `resihp.slurm.parsing.parse`.
 """
 
 from __future__ import annotations
 
 import re
 
-from slurm.errors import SlurmOutputError
+from resihp.slurm.errors import SlurmOutputError
 
 FIELD, RECORD = "\x1f", "\x1e"
 """Terminators of a field, and of the last field of a record."""

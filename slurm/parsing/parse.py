@@ -1,7 +1,8 @@
 """Parser for the output of Slurm's commands: bytes in, views out. Pure.
 
 Decides whether an answer is well-formed; raises SlurmOutputError, and no other exception, if it is not. Fields are
-requested by name (`NODE_FORMAT`, `JOB_FORMAT`); `fields` splits the answer into them. Called by `slurm.commands`.
+requested by name (`NODE_FORMAT`, `JOB_FORMAT`); `fields` splits the answer into them. Called by
+`resihp.slurm.commands`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from contextlib import suppress
 
 import msgspec
 
-from slurm.client import JobView, NodeChoice, NodeView
-from slurm.errors import SlurmOutputError
-from slurm.parsing.fields import (
+from resihp.slurm.client import JobView, NodeChoice, NodeView
+from resihp.slurm.errors import SlurmOutputError
+from resihp.slurm.parsing.fields import (
     COUNT_PATTERN,
     EXCERPT_LENGTH,
     MISSING_VALUES,

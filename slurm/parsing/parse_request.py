@@ -1,12 +1,12 @@
-"""Parsing of a job's request for nodes, as squeue prints it. Pure; called by `slurm.commands`."""
+"""Parsing of a job's request for nodes, as squeue prints it. Pure; called by `resihp.slurm.commands`."""
 
 from __future__ import annotations
 
 import re
 
-from slurm.client import Gres, JobRequest
-from slurm.errors import SlurmOutputError
-from slurm.parsing.fields import COUNT_PATTERN, MISSING_VALUES, format_of, read_records, unreadable
+from resihp.slurm.client import Gres, JobRequest
+from resihp.slurm.errors import SlurmOutputError
+from resihp.slurm.parsing.fields import COUNT_PATTERN, MISSING_VALUES, format_of, read_records, unreadable
 
 _REQUEST_FIELDS = (
     *("JobID", "JobArrayID", "Partition", "Account", "QOS", "Reservation", "Feature", "Licenses", "WCKey", "Network"),

@@ -15,12 +15,12 @@ from sqlalchemy import insert
 
 from benchmarks import fleet as made
 from benchmarks import fleet_numbers
-from db.engine import make_engine, resolve
-from db.models import MaintenanceRow
-from db.reading import fleet, queries, rates
-from db.reading.comparison import compare
-from db.reading.reader import Reader
-from db.reading.tables import Row
+from resihp.db.engine import make_engine, resolve
+from resihp.db.models import MaintenanceRow
+from resihp.db.reading import fleet, queries, rates
+from resihp.db.reading.comparison import compare
+from resihp.db.reading.reader import Reader
+from resihp.db.reading.tables import Row
 from tests.db.conftest import postgres_server, postgres_url  # noqa: F401 - fixtures
 
 NOW = datetime.fromtimestamp(made.ENDED, UTC)
@@ -183,7 +183,7 @@ def test_a_question_loads_no_library_that_its_answer_has_no_need_of(
     code = (
         "import atexit, sys\n"
         f"atexit.register(lambda: print('loaded', [each for each in {heavy!r} if each in sys.modules]))\n"
-        "from wrapper.__main__ import main\n"
+        "from resihp.__main__ import main\n"
         "main()"
     )
     words = ["history", *question.split(), "--ledger", fleet_of_20[0]]

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import pytest
 from sqlalchemy import event, select
 
-from db import migrate, models
-from db.engine import make_engine, resolve
-from db.reading.queries import TABLES, Reader
-from db.writer import Ledger
+from resihp.db import migrate, models
+from resihp.db.engine import make_engine, resolve
+from resihp.db.reading.queries import TABLES, Reader
+from resihp.db.writer import Ledger
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.plan import Plan, spread
 from resihp.protocol.messages import StepOutcome

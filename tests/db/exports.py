@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from db.parquet.manifest import MANIFEST
+from resihp.db.parquet.manifest import MANIFEST
 
 
 def files_of(folder: Path, table: str) -> list[Path]:

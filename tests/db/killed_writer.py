@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from db.writer import Ledger
+from resihp.db.writer import Ledger
 from resihp.record import journal, journal_file
 from tests.db.conftest import BEGAN, outcome, story
 

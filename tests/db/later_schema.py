@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from alembic import command
 
-from db import migrate
-from db.engine import make_engine, resolve
+from resihp.db import migrate
+from resihp.db.engine import make_engine, resolve
 
 LATER = "9000"
 MIGRATION = f'''
@@ -32,7 +32,7 @@ def downgrade() -> None:
 
 
 def add_later_schema(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Have `db.migrate` know the schema LATER: ledgers made before are older than the newest from now on."""
+    """Have `resihp.db.migrate` know the schema LATER: ledgers made before are older than the newest from now on."""
     shutil.copytree(migrate.MIGRATIONS_FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "versions" / f"{LATER}_later.py").write_text(MIGRATION)
     monkeypatch.setattr(migrate, "MIGRATIONS_FOLDER", folder)

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from sqlalchemy import select
 
-from db import models
-from db.exchange import export, import_from
-from db.reading.queries import Reader
-from db.retention import prune
-from db.telemetry import condensed
-from db.telemetry.condensed import (
+from resihp.db import models
+from resihp.db.exchange import export, import_from
+from resihp.db.reading.queries import Reader
+from resihp.db.retention import prune
+from resihp.db.telemetry import condensed
+from resihp.db.telemetry.condensed import (
     FASTEST,
     MAX_OPEN_ITERATIONS,
     MOST_OUTLYING,
@@ -26,8 +26,8 @@ from db.telemetry.condensed import (
     WHOLE_EVERY,
     Condensed,
 )
-from db.telemetry.report_rows import QUANTILE_COLUMNS, Quantiles, Report
-from db.writer import Ledger
+from resihp.db.telemetry.report_rows import QUANTILE_COLUMNS, Quantiles, Report
+from resihp.db.writer import Ledger
 from resihp.record import journal
 from tests.db.conftest import BEGAN, Listener, outcome, rank_reports, started, story
 
@@ -270,7 +270,7 @@ def left(url: str) -> dict[str, int]:
 def test_a_writer_removes_what_is_too_old_of_its_own_user(
     ledger_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("db.retention.ROWS_PER_PRUNE", 60)  # in many steps
+    monkeypatch.setattr("resihp.db.retention.ROWS_PER_PRUNE", 60)  # in many steps
     for name, days, user in (("old", 100, "me"), ("new", 80, "me"), ("yours", 100, "you")):
         ago(days, name, user, ledger_url, tmp_path)
     listener = Listener()

@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
-import db.engine
-from db import migrate
-from db.engine import file_of, make_engine, resolve
-from db.reading.queries import Reader
-from db.writer import Ledger
-from db.writing.catch_up import catch_up
+import resihp.db.engine
+from resihp.db import migrate
+from resihp.db.engine import file_of, make_engine, resolve
+from resihp.db.reading.queries import Reader
+from resihp.db.writer import Ledger
+from resihp.db.writing.catch_up import catch_up
 from resihp.errors import LedgerError
 from resihp.record import journal, journal_file
 from tests.db.conftest import Listener, everything, held, on_sqlite, write_journal
@@ -400,7 +400,7 @@ def test_locked_for_a_minute(open_ledger: Opener, ledger_urls: Callable[[], str]
 def test_a_server_that_waits_for_a_lock_says_so(
     postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(db.engine, "BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(resihp.db.engine, "BUSY_TIMEOUT_S", 0.05)
     heard = Heard()
     records = write_journal(tmp_path / "journal", long_story(30))
     with Ledger.open(postgres_url, tmp_path, say=heard) as ledger, held(postgres_url):

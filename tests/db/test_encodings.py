@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from db import migrate
-from db.reading.queries import Reader
-from db.writer import Ledger
+from resihp.db import migrate
+from resihp.db.reading.queries import Reader
+from resihp.db.writer import Ledger
 from resihp.errors import LedgerError
 from tests.db.conftest import Listener, everything, story, write_journal
 from tests.db.postgres import Server

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from db import migrate
-from db.engine import default_url, masked, refusal, resolve
-from db.file_systems import file_system
-from db.reading.queries import Reader
-from db.writer import Ledger
+from resihp.db import migrate
+from resihp.db.engine import default_url, masked, refusal, resolve
+from resihp.db.file_systems import file_system
+from resihp.db.reading.queries import Reader
+from resihp.db.writer import Ledger
 from resihp.errors import LedgerError
 
 MOUNTS = """\

@@ -14,13 +14,13 @@ import pandas as pd
 import pytest
 from sqlalchemy import text
 
-from db import migrate
-from db.engine import file_of, make_engine, resolve
-from db.exchange import export, import_from
-from db.parquet.tables import JOBS, MONTHLY_TABLES, OF_JOBS
-from db.reading.queries import TABLES, Reader
-from db.writer import Ledger
-from db.writing.catch_up import catch_up
+from resihp.db import migrate
+from resihp.db.engine import file_of, make_engine, resolve
+from resihp.db.exchange import export, import_from
+from resihp.db.parquet.tables import JOBS, MONTHLY_TABLES, OF_JOBS
+from resihp.db.reading.queries import TABLES, Reader
+from resihp.db.writer import Ledger
+from resihp.db.writing.catch_up import catch_up
 from resihp.errors import JobNotFoundError, LedgerError, ResihpError, UsageError
 from resihp.record import journal, journal_file
 from tests.db.conftest import (

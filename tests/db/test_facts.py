@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from db.reading.queries import Reader
-from db.writer import Ledger
+from resihp.db.reading.queries import Reader
+from resihp.db.writer import Ledger
 from resihp.parallelism.model import ModelSpec
 from resihp.protocol.messages import Declare
 from resihp.record import journal

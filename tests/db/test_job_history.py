@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from db.reading.queries import Reader
-from db.writing.catch_up import catch_up
+from resihp.db.reading.queries import Reader
+from resihp.db.writing.catch_up import catch_up
 from resihp.record import journal, journal_file
 from resihp.simulator.invariants.violations import Violation
 from resihp.simulator.scenarios.plain_jobs import draw_orphaned, draw_plain, draw_stormy
@@ -21,10 +21,10 @@ from resihp.simulator.scenarios.scenario import Scenario
 from resihp.simulator.scenarios.slurm_jobs import draw_allocated
 from resihp.simulator.scenarios.stopped_jobs import draw_stopped
 from resihp.simulator.world import World
+from resihp.wrapper.output.idle_gpus import IdleGpus
+from resihp.wrapper.output.job_history import JobHistory, PastPlan
+from resihp.wrapper.output.rank_health import rank_health
 from tests.db.conftest import BEGAN, started
-from wrapper.output.idle_gpus import IdleGpus
-from wrapper.output.job_history import JobHistory, PastPlan
-from wrapper.output.rank_health import rank_health
 
 HISTORY_SEEDS = range(max(2, int(os.environ.get("RESIHP_FUZZ_SEEDS", "500")) // 125))
 DRAWS: Sequence[Callable[[int], Scenario]] = (

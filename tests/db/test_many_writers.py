@@ -14,19 +14,19 @@ import psycopg
 import pytest
 from sqlalchemy import text
 
-import db.engine
-import db.writer
-from db import migrate
-from db.engine import make_engine, resolve
-from db.reading.queries import Reader
-from db.writer import Ledger
-from db.writing.catch_up import catch_up
+import resihp.db.engine
+import resihp.db.writer
+from resihp.db import migrate
+from resihp.db.engine import make_engine, resolve
+from resihp.db.reading.queries import Reader
+from resihp.db.writer import Ledger
+from resihp.db.writing.catch_up import catch_up
 from resihp.errors import LedgerError
 from resihp.record import journal
+from resihp.wrapper.commands import db as commands
 from tests.db.conftest import Listener, held, rank_reports, story, write_journal
 from tests.db.later_schema import LATER, add_later_schema, moved_to
 from tests.db.postgres import FAST, Server, missing
-from wrapper.commands import db as commands
 
 WRITERS, CONNECTIONS = 40, 8
 
@@ -74,7 +74,7 @@ def test_between_batches_a_writer_has_no_connection(
 def test_batches_to_a_server_gather_and_who_flushes_waits_for_none(
     postgres_url: str, tmp_path: Path, records: list[journal.Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(db.writer, "SERVER_BATCH_S", (3600.0, 3600.0))
+    monkeypatch.setattr(resihp.db.writer, "SERVER_BATCH_S", (3600.0, 3600.0))
     began = time.monotonic()
     ledger = Ledger.open(postgres_url, tmp_path)
     for record in records[:30]:
@@ -90,7 +90,7 @@ def test_batches_to_a_server_gather_and_who_flushes_waits_for_none(
 def test_a_batch_does_not_gather_until_telemetry_is_dropped(
     postgres_url: str, tmp_path: Path, records: list[journal.Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(db.writer, "SERVER_BATCH_S", (3600.0, 3600.0))
+    monkeypatch.setattr(resihp.db.writer, "SERVER_BATCH_S", (3600.0, 3600.0))
     with Ledger.open(postgres_url, tmp_path, telemetry_rows=1000) as ledger:
         ledger.submit(records[0])
         ledger.telemetry([(1, 1, rank, 0.5, 0.4) for rank in range(600)])
@@ -121,7 +121,7 @@ def test_a_server_that_is_slow_is_asked_more_seldom(
 def test_more_writers_than_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if why := missing():
         pytest.skip(why)
-    monkeypatch.setattr(db.writer, "SERVER_BATCH_S", (0.2, 0.5))
+    monkeypatch.setattr(resihp.db.writer, "SERVER_BATCH_S", (0.2, 0.5))
     with Server(
         f"{FAST} -c max_connections={CONNECTIONS} -c superuser_reserved_connections=0 -c max_wal_senders=0"
     ) as (server):
@@ -159,10 +159,10 @@ def test_a_reader_that_finds_a_server_full_waits_for_a_connection(
         url = server.new_database()
         migrate.upgrade(url)
         taken = [psycopg.connect(server.conninfo()) for _ in range(3)]
-        monkeypatch.setattr(db.engine, "BUSY_TIMEOUT_S", 0.0)
+        monkeypatch.setattr(resihp.db.engine, "BUSY_TIMEOUT_S", 0.0)
         with pytest.raises(LedgerError, match=r"too many clients already; .* try again, or raise its max_connections"):
             Reader.open(url)
-        monkeypatch.setattr(db.engine, "BUSY_TIMEOUT_S", 60.0)
+        monkeypatch.setattr(resihp.db.engine, "BUSY_TIMEOUT_S", 60.0)
         waited = threading.Event()
 
         def until_one_is_free(_: float) -> None:
@@ -170,7 +170,9 @@ def test_a_reader_that_finds_a_server_full_waits_for_a_connection(
                 taken.pop().close()
                 waited.set()
 
-        monkeypatch.setattr(db.engine, "time", SimpleNamespace(monotonic=time.monotonic, sleep=until_one_is_free))
+        monkeypatch.setattr(
+            resihp.db.engine, "time", SimpleNamespace(monotonic=time.monotonic, sleep=until_one_is_free)
+        )
         Reader.open(url).close()
         assert waited.is_set()
         for connection in taken:
@@ -229,7 +231,7 @@ def read_for_long(url: str) -> Iterator[None]:
 def test_an_upgrade_waits_in_turns_between_which_others_write(
     postgres_url: str, tmp_path: Path, records: list[journal.Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("db.engine.MIGRATION_LOCK_S", 0.2)
+    monkeypatch.setattr("resihp.db.engine.MIGRATION_LOCK_S", 0.2)
     monkeypatch.setattr(migrate, "ATTEMPT_PAUSE_S", 0.1)
     migrate.upgrade(postgres_url)
     add_later_schema(monkeypatch, tmp_path / "migrations")
@@ -262,7 +264,7 @@ def test_an_upgrade_waits_in_turns_between_which_others_write(
 def test_an_upgrade_that_is_never_its_turn_says_whom_it_waited_for(
     postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("db.engine.MIGRATION_LOCK_S", 0.1)
+    monkeypatch.setattr("resihp.db.engine.MIGRATION_LOCK_S", 0.1)
     monkeypatch.setattr(migrate, "ATTEMPT_PAUSE_S", 0.0)
     monkeypatch.setattr(migrate, "UPGRADE_ATTEMPTS", 3)
     migrate.upgrade(postgres_url)

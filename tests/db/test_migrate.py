@@ -14,12 +14,12 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import MetaData, inspect, text
 from sqlalchemy.exc import IntegrityError
 
-from db import migrate
-from db.engine import make_engine, resolve
-from db.models import LedgerTable
-from db.reading.queries import Reader
-from db.writer import Ledger
-from db.writing.catch_up import catch_up
+from resihp.db import migrate
+from resihp.db.engine import make_engine, resolve
+from resihp.db.models import LedgerTable
+from resihp.db.reading.queries import Reader
+from resihp.db.writer import Ledger
+from resihp.db.writing.catch_up import catch_up
 from resihp.errors import LedgerError
 from resihp.record import journal, journal_file
 from tests.db.conftest import BEGAN, started, story, write_journal

@@ -17,12 +17,12 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
-from db import migrate
-from db.engine import file_of, resolve
-from db.exchange import export, import_from
-from db.parquet import writing
-from db.parquet.tables import MONTHLY_TABLES
-from db.writer import Ledger
+from resihp.db import migrate
+from resihp.db.engine import file_of, resolve
+from resihp.db.exchange import export, import_from
+from resihp.db.parquet import writing
+from resihp.db.parquet.tables import MONTHLY_TABLES
+from resihp.db.writer import Ledger
 from resihp.errors import LedgerError, UsageError
 from resihp.record import journal
 from tests.db.conftest import BEGAN, on_sqlite, story, write_journal

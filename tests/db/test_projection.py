@@ -10,9 +10,9 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from db.projection import applying
-from db.reading.queries import Reader
-from db.writer import Ledger
+from resihp.db.projection import applying
+from resihp.db.reading.queries import Reader
+from resihp.db.writer import Ledger
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan, spread
 from resihp.protocol.messages import Declare

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from db.reading.queries import Reader
-from db.retention import prune
-from db.writer import Ledger
+from resihp.db.reading.queries import Reader
+from resihp.db.retention import prune
+from resihp.db.writer import Ledger
 from resihp.errors import LedgerError, UsageError
 from resihp.record import journal
 from tests.db.conftest import BEGAN, on_sqlite, rank_reports, write_journal

@@ -14,19 +14,19 @@ import pytest
 from sqlalchemy import delete, select, text, update
 from typer.testing import CliRunner
 
-from db import models
-from db.engine import make_engine, resolve
-from db.exchange import export, import_from
-from db.reading.costs import fleet_costs
-from db.reading.costs.cost_accounts import Account, RolledBack
-from db.reading.reader import Reader
-from db.retention import prune
-from db.settling import settle
-from db.writer import Ledger
+from resihp.db import models
+from resihp.db.engine import make_engine, resolve
+from resihp.db.exchange import export, import_from
+from resihp.db.reading.costs import fleet_costs
+from resihp.db.reading.costs.cost_accounts import Account, RolledBack
+from resihp.db.reading.reader import Reader
+from resihp.db.retention import prune
+from resihp.db.settling import settle
+from resihp.db.writer import Ledger
 from resihp.record import journal
+from resihp.wrapper.cli import app
 from tests.db.conftest import BEGAN, write_journal
 from tests.db.reading.test_costs import attempt, change, commit, sums, write
-from wrapper.cli import app
 
 RUN = "00000000-0000-0000-0000-00000000000a"
 PLACES = {"a": (0, 1, 100), "b": (1000, 21, 120), "c": (2000, 51, 60), "d": (3000, 55, 200)}

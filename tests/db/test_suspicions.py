@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 from sqlalchemy import text
 
-from db.engine import make_engine, resolve
-from db.reading.queries import Reader
-from db.writer import Ledger
+from resihp.db.engine import make_engine, resolve
+from resihp.db.reading.queries import Reader
+from resihp.db.writer import Ledger
 from resihp.record import journal
 from tests.db.conftest import BEGAN, started, write_journal
 from tests.db.test_projection import SLOW, SLOW_LINK

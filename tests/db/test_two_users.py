@@ -15,31 +15,31 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 from typer.testing import CliRunner
 
-from db import migrate
-from db.engine import make_engine, resolve
-from db.exchange import export, import_from
-from db.grants import DASHBOARD_VIEWS, statements
-from db.maintenance import record
-from db.models import LedgerTable
-from db.reading import fleet, naming
-from db.reading.costs import fleet_costs
-from db.reading.hardware import maintenance_rows
-from db.reading.health import nodes_by_health, usual_speeds
-from db.reading.rates import repairs
-from db.reading.reader import TRUSTED_ROLE, Reader
-from db.retention import prune
-from db.settling import settle
-from db.writer import Ledger
-from db.writing.catch_up import catch_up
+from resihp.db import migrate
+from resihp.db.engine import make_engine, resolve
+from resihp.db.exchange import export, import_from
+from resihp.db.grants import DASHBOARD_VIEWS, statements
+from resihp.db.maintenance import record
+from resihp.db.models import LedgerTable
+from resihp.db.reading import fleet, naming
+from resihp.db.reading.costs import fleet_costs
+from resihp.db.reading.hardware import maintenance_rows
+from resihp.db.reading.health import nodes_by_health, usual_speeds
+from resihp.db.reading.rates import repairs
+from resihp.db.reading.reader import TRUSTED_ROLE, Reader
+from resihp.db.retention import prune
+from resihp.db.settling import settle
+from resihp.db.writer import Ledger
+from resihp.db.writing.catch_up import catch_up
 from resihp.errors import LedgerError, UsageError
 from resihp.record import journal, journal_file
+from resihp.wrapper.cli import app
+from resihp.wrapper.job_folder import create_local_job, id_of, write_private
 from tests.db.conftest import BEGAN, Listener, started, story, write_journal
 from tests.db.exports import sealed, set_column
 from tests.db.later_schema import add_later_schema
 from tests.db.postgres import Server
 from tests.db.test_migrate import execute
-from wrapper.cli import app
-from wrapper.job_folder import create_local_job, id_of, write_private
 
 JOBS = 5
 MINE, THEIRS, BOARD, ADMIN = "alice", 'mallory "the" role', "board's $$ :x", "ledger_admin"

@@ -14,21 +14,21 @@ import pyarrow.parquet as pq
 import pytest
 from sqlalchemy import inspect
 
-from db import maintenance, migrate
-from db.engine import make_engine, resolve
-from db.exchange import export, import_from
-from db.reading.queries import Reader
-from db.retention import prune
-from db.writer import Ledger
-from db.writing.catch_up import catch_up
+from resihp.db import maintenance, migrate
+from resihp.db.engine import make_engine, resolve
+from resihp.db.exchange import export, import_from
+from resihp.db.reading.queries import Reader
+from resihp.db.retention import prune
+from resihp.db.writer import Ledger
+from resihp.db.writing.catch_up import catch_up
 from resihp.errors import LedgerError
 from resihp.record import journal
+from resihp.wrapper.commands import db as commands
+from resihp.wrapper.sinks.deferred_ledger import DeferredLedger
 from tests.db.conftest import BEGAN, Listener, story, write_journal
 from tests.db.exports import files_of, sealed
 from tests.db.later_schema import add_later_schema, moved_to
 from tests.db.test_migrate import contents, execute, steps
-from wrapper.commands import db as commands
-from wrapper.sinks.deferred_ledger import DeferredLedger
 
 NEWER = "0099"
 Urls = Callable[[], str]

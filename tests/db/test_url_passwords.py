@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from db.engine import resolve
-from db.url_passwords import has_password, masked, without_password
+from resihp.db.engine import resolve
+from resihp.db.url_passwords import has_password, masked, without_password
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_other_users_do_not_find_the_password_in_the_process_list(tmp_path: Path
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(60)
         url = f"postgresql://me:s3cret@127.0.0.1:{server.getsockname()[1]}/x?sslmode=disable&password=t0p"
-        command = [sys.executable, "-m", "wrapper", "history", "jobs", "--user", "a\r\nb", *option.format(url).split()]
+        command = [sys.executable, "-m", "resihp", "history", "jobs", "--user", "a\r\nb", *option.format(url).split()]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             connection, _ = server.accept()  # it waits for an answer now

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-import db.engine
-import db.writer
-from db.reading.fleet import NodeRecord
-from db.reading.health import services
-from db.reading.queries import Reader
-from db.writer import Ledger
-from db.writing.catch_up import catch_up
+import resihp.db.engine
+import resihp.db.writer
+from resihp.db.reading.fleet import NodeRecord
+from resihp.db.reading.health import services
+from resihp.db.reading.queries import Reader
+from resihp.db.writer import Ledger
+from resihp.db.writing.catch_up import catch_up
 from resihp.errors import LedgerError
 from resihp.record import journal, journal_file, journal_format
 from tests.db.conftest import (
@@ -390,7 +390,7 @@ def test_a_job_that_goes_on_under_another_leader_runs(
 def test_locked_database_loses_nothing(
     records: list[journal.Record], open_ledger: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(db.engine, "BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(resihp.db.engine, "BUSY_TIMEOUT_S", 0.05)
     failed = threading.Event()
     heard: list[str] = []
 
@@ -423,7 +423,7 @@ def test_locked_database_loses_nothing(
 def test_locked_until_after_close_is_caught_up_later(
     records: list[journal.Record], open_ledger: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(db.engine, "BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(resihp.db.engine, "BUSY_TIMEOUT_S", 0.05)
     listener = Listener()
     ledger = open_ledger(say=listener)
     with held(ledger.url):
@@ -437,7 +437,7 @@ def test_locked_until_after_close_is_caught_up_later(
 def test_too_many_waiting_records_are_read_again(
     records: list[journal.Record], open_ledger: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(db.engine, "BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(resihp.db.engine, "BUSY_TIMEOUT_S", 0.05)
     ledger = open_ledger(journal_path=tmp_path / "journal", records_in_memory=5, say=Listener())
     with held(ledger.url):
         for record in records:
@@ -606,8 +606,8 @@ def test_no_wal_on_network_file_systems(
     open_ledger().close()
     assert mode() == "wal"
     (tmp_path / "ledger.db").unlink()
-    monkeypatch.setattr(db.engine, "file_system", lambda path: "lustre")
-    monkeypatch.setattr(db.writer, "file_system", lambda path: "lustre")
+    monkeypatch.setattr(resihp.db.engine, "file_system", lambda path: "lustre")
+    monkeypatch.setattr(resihp.db.writer, "file_system", lambda path: "lustre")
     listener = Listener()
     open_ledger(say=listener).close()
     assert mode() == "delete"

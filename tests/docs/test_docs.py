@@ -16,9 +16,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from wrapper.cli import app
-from wrapper.config.schema import Configuration, Section
-from wrapper.config.sources import read
+from resihp.wrapper.cli import app
+from resihp.wrapper.config.schema import Configuration, Section
+from resihp.wrapper.config.sources import read
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("slurm/**/*.md")])

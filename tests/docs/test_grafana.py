@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import text
 
 from benchmarks import fleet as made
-from db.engine import make_engine, resolve
+from resihp.db.engine import make_engine, resolve
 from tests.db.conftest import postgres_server, postgres_url  # noqa: F401 - fixtures
 
 BOARD: dict[str, Any] = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())

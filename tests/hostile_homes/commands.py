@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from wrapper.cli import app
+from resihp.wrapper.cli import app
 
 ARGUMENTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "file": (("{journal}",), ("{log}",)),

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from resihp.wrapper.exit_codes import EXIT_CODES, OUTPUT_CLOSED, REQUEUE_REQUESTED, TRAINING_BROKEN
 from tests.hostile_homes.commands import NO_JOB, Invocation, invocations
 from tests.hostile_homes.mutations import CHANGES_WHAT_JOURNALS_SAY, Mutation, Target
 from tests.hostile_homes.places import Person, Snapshot, World, differences
 from tests.hostile_homes.runner import Main, Outcome, Session, resihp
-from wrapper.exit_codes import EXIT_CODES, OUTPUT_CLOSED, REQUEUE_REQUESTED, TRAINING_BROKEN
 
 APPROACHES = ("named", "cwd", "path")
 """RESIHP_HOME names the home; it is `./.resihp` of the folder that one has changed into; the job's folder is given."""

@@ -18,16 +18,16 @@ from pathlib import Path
 
 import msgspec
 
-from db.migrate import upgrade
-from db.writing.catch_up import catch_up
+from resihp.db.migrate import upgrade
+from resihp.db.writing.catch_up import catch_up
 from resihp.record import journal, journal_file
 from resihp.worker.checkpoints import write_manifest
+from resihp.wrapper.job_files.contents import LastIteration, ProgressFile, SupervisorFile
+from resihp.wrapper.job_files.dead_jobs import copy_journal
+from resihp.wrapper.job_folder import Job, create_local_job, create_slurm_job, note_end, write_private
 from tests.db.conftest import story
 from tests.wrapper.commands.plan.test_of_job import DECLARE
 from tests.wrapper.run_requests import run_request
-from wrapper.job_files.contents import LastIteration, ProgressFile, SupervisorFile
-from wrapper.job_files.dead_jobs import copy_journal
-from wrapper.job_folder import Job, create_local_job, create_slurm_job, note_end, write_private
 
 KINDS = ("finished", "running", "dead", "slurm")
 """What becomes of the jobs of a home, in the order in which they are made: local-1, local-2, local-3, 4711-r1."""

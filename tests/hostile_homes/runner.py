@@ -43,7 +43,7 @@ OUTPUT_BYTES = 64 << 20
 """Of a file at most: output without an end, or a copy of a giant file."""
 SHOWN_BYTES = 200_000
 """Of what a command printed, at its beginning and end."""
-PRELOADED = ("wrapper.cli", "alembic", "jinja2", "pandas", "pyarrow.parquet", "psycopg", "rich.table")
+PRELOADED = ("resihp.wrapper.cli", "alembic", "jinja2", "pandas", "pyarrow.parquet", "psycopg", "rich.table")
 
 Main = Callable[[], None]
 
@@ -170,7 +170,7 @@ class Session:
 
 def resihp() -> None:
     """The command line, from its first line to its exit code."""
-    from wrapper.__main__ import main
+    from resihp.__main__ import main
 
     main()
 

@@ -16,14 +16,14 @@ from typing import Any
 import psutil
 
 from resihp.settings import Settings
+from resihp.wrapper.launch.preloading import FOR_TESTS
 from tests.integration import reading
 from tests.integration.fork_server import fork_server
 from tests.integration.polling import pause
-from wrapper.launch.preloading import FOR_TESTS
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "examples" / "pretrain_gpt.py"
-RESIHP = [sys.executable, "-m", "wrapper"]
+RESIHP = [sys.executable, "-m", "resihp"]
 STRICT = "RESIHP_STRICT_ORDER"
 """Gloo behaves as NCCL does at its strictest."""
 BACKEND = "RESIHP_BACKEND"

@@ -21,18 +21,18 @@ from typing import IO, NoReturn
 
 PRELOAD = (
     "alembic",
-    "db.layouts",
-    "db.migrate",
-    "db.reading.queries",
+    "resihp.db.layouts",
+    "resihp.db.migrate",
+    "resihp.db.reading.queries",
     "pydantic.json_schema",
     "sqlalchemy.dialects.sqlite",
-    "wrapper.cli",
-    "wrapper.commands.history.command",
-    "wrapper.commands.status.job_status",
-    "wrapper.job_folder",
-    "wrapper.output.rank_health",
-    "wrapper.output.render",
-    "wrapper.output.shells",
+    "resihp.wrapper.cli",
+    "resihp.wrapper.commands.history.command",
+    "resihp.wrapper.commands.status.job_status",
+    "resihp.wrapper.job_folder",
+    "resihp.wrapper.output.rank_health",
+    "resihp.wrapper.output.render",
+    "resihp.wrapper.output.shells",
 )
 
 
@@ -68,7 +68,7 @@ def _run(arguments: list[str], environment: dict[str, str], folder: str, out: IO
         os.environ.clear()
         os.environ.update(environment)
         sys.argv = ["resihp", *arguments]
-        from wrapper.__main__ import main as resihp
+        from resihp.__main__ import main as resihp
 
         resihp()
         status = 0

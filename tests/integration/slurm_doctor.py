@@ -6,15 +6,15 @@ import sys
 
 import msgspec
 
+from resihp.wrapper.commands.doctor.machine import CheckResult
 from tests.integration.slurm_jobs import Desk
-from wrapper.commands.doctor.machine import CheckResult
 
 _ASK = """
 import os, sys
 from pathlib import Path
 import msgspec
-from wrapper.commands.doctor import command as doctor
-from wrapper.commands.doctor.slurm_checks import SlurmChecks
+from resihp.wrapper.commands.doctor import command as doctor
+from resihp.wrapper.commands.doctor.slurm_checks import SlurmChecks
 found = doctor.run(SlurmChecks(*doctor.connect(), os.environ, Path(sys.argv[1])).by_name(), 300)
 sys.stdout.buffer.write(msgspec.json.encode(found))
 """

@@ -22,14 +22,14 @@ import pytest
 from resihp.datasets import ByteFiles, PackedDataset
 from resihp.parallelism.workload import samples_digest
 from resihp.record.journal import IterationCommitted, Record
-from slurm.render import template
+from resihp.slurm.render import template
+from resihp.wrapper.job_files.job import OurJob
+from resihp.wrapper.job_folder import Job
+from resihp.wrapper.launch.preloading import FOR_TESTS
 from tests.integration import reading
 from tests.integration.cluster import Cluster
 from tests.integration.fork_server import fork_server
 from tests.integration.jobs import EXAMPLE, REPOSITORY, RESIHP, TINY, UNWATCHED
-from wrapper.job_files.job import OurJob
-from wrapper.job_folder import Job
-from wrapper.launch.preloading import FOR_TESTS
 
 MakeCluster = Callable[..., Cluster]
 _Entry = TypeVar("_Entry")

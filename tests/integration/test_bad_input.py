@@ -136,7 +136,7 @@ def test_control_connection_silent_while_collectives_progress_is_left_alone(job:
     command = (sys.executable, str(PACED), str(pace), *TINY, "--iterations", "100000")
     job.start(command=command, nodes=2, gpus=1, tp=1, pp=1)
     job.until(lambda: "iteration 3" in (job.folder / "stderr").read_text())
-    agents = [p for p in job.processes() if "wrapper.agent.process" in p.cmdline() and "n2" in p.cmdline()]
+    agents = [p for p in job.processes() if "resihp.wrapper.agent.process" in p.cmdline() and "n2" in p.cmdline()]
     assert len(agents) == 1, [p.cmdline() for p in job.processes()]
     agents[0].suspend()
     try:
@@ -178,7 +178,7 @@ def test_killing_guardian_and_supervisor_leaves_nothing_but_the_truth(job: Job) 
     assert job.process is not None
     guardian = psutil.Process(job.process.pid)
     for process in [guardian, *guardian.children()]:
-        if process == guardian or "wrapper.supervisor.process" in " ".join(process.cmdline()):
+        if process == guardian or "resihp.wrapper.supervisor.process" in " ".join(process.cmdline()):
             process.kill()
     job.process.wait(10)
     deadline = time.monotonic() + 10

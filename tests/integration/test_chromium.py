@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
+from resihp.wrapper.commands.report import page
 from tests.db.conftest import any_layout_story, story
 from tests.wrapper.commands.test_report import facts_of, long_story, nasty_story
-from wrapper.commands.report import page
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 WIDTHS = [1280, 390]

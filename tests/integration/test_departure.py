@@ -15,10 +15,10 @@ import pytest
 
 from resihp.record import journal, journal_file
 from resihp.worker import checkpoints
+from resihp.wrapper.launch.preloading import FOR_TESTS
 from tests.integration import jobs as jobs_of_tests
 from tests.integration.jobs import Job, jobs
 from tests.waiting import gone
-from wrapper.launch.preloading import FOR_TESTS
 
 ITERATIONS = 24
 SMALL = {"nodes": 2, "gpus": 2, "tp": 1, "pp": 2}
@@ -106,7 +106,9 @@ def test_a_signal_while_the_supervisor_still_imports_ends_the_job_as_any_other(
     job.train(iterations=ITERATIONS, **SMALL)
     assert job.process is not None
     guardian = psutil.Process(job.process.pid)
-    job.until(lambda: [child for child in guardian.children() if "wrapper.supervisor.process" in child.cmdline()])
+    job.until(
+        lambda: [child for child in guardian.children() if "resihp.wrapper.supervisor.process" in child.cmdline()]
+    )
     job.process.send_signal(number)
     job.wait(60)
     assert job.status == status, job.stderr
@@ -119,8 +121,8 @@ def test_a_signal_while_the_supervisor_still_imports_ends_the_job_as_any_other(
 
 SIGNALLED = """
 import os, signal, sys
-from wrapper import cli
-from wrapper.commands import run
+from resihp.wrapper import cli
+from resihp.wrapper.commands import run
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
 honest = run.create_local_job
@@ -169,7 +171,7 @@ def test_who_asks_until_the_end_kills_no_supervisor(job: Job) -> None:
     job.train(iterations=ITERATIONS, **SMALL)
     job.until(lambda: committed(job) >= 3)
     assert job.process is not None
-    supervisor = next(p for p in job.processes() if "wrapper.supervisor.process" in p.cmdline())
+    supervisor = next(p for p in job.processes() if "resihp.wrapper.supervisor.process" in p.cmdline())
     while not gone(supervisor.pid):
         job.process.send_signal(signal.SIGTERM)
         time.sleep(0.02)
@@ -215,7 +217,7 @@ def test_signals_to_every_process_but_ours_stop_the_job_and_blame_nobody(job: Jo
 
 def _is_of_a_step(process: psutil.Process) -> bool:
     command = process.cmdline()
-    return any(name in command for name in ("wrapper.agent.process", "resihp.worker.forkserver"))
+    return any(name in command for name in ("resihp.wrapper.agent.process", "resihp.worker.forkserver"))
 
 
 def test_the_script_that_goes_on_after_training_hears_signals_again(job: Job, tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from db.writer import Ledger
+from resihp.db.writer import Ledger
+from resihp.wrapper.job_folder import create_local_job
 from tests.waiting import until
 from tests.wrapper.commands.status.test_status import record_job, resihp
-from wrapper.job_folder import create_local_job
 
 
 def needs_bindfs() -> None:
@@ -81,7 +81,7 @@ def test_a_file_system_that_hangs_holds_up_no_other_job(tmp_path: Path, monkeypa
         server.send_signal(signal.SIGSTOP)
         for cwd in (tmp_path / "fine", hung / "home"):
             monkeypatch.setenv("RESIHP_HOME", str(cwd))
-            command = [sys.executable, "-m", "wrapper", "jobs", "--json"]
+            command = [sys.executable, "-m", "resihp", "jobs", "--json"]
             told = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
             states = {row["folder"]: row["state"] for row in json.loads(told.stdout)["rows"]}
             assert states[str(tmp_path / "fine" / "jobs" / "local-1")] == "completed"

@@ -68,7 +68,7 @@ def test_nobody_without_the_key_is_told_an_address_or_can_change_one(job: Job) -
     gloo = {address for address, held in found.items() if all(re.search(r" rank \d", line) for line in held)}
     assert len(gloo) == RANKS, f"a worker listens for its peers, and for nobody else: {found}"
     (others,) = (held for address, held in found.items() if address not in gloo)
-    assert all("-m wrapper" in line or " guardian run " in line for line in others), others
+    assert all("-m resihp" in line or " guardian run " in line for line in others), others
     before = committed(job)
     job.until(lambda: committed(job) > before)  # and it trains on
     assert job.process is not None

@@ -20,12 +20,12 @@ from typing import Any
 import msgspec
 import pytest
 
-import slurm
-from slurm.client import PREFIX
-from slurm.commands import CommandLine
-from slurm.drains.drain import Step, climb, descend
-from slurm.drains.exclusions import Exclusions
-from slurm.drains.spool import put
+from resihp import slurm
+from resihp.slurm.client import PREFIX
+from resihp.slurm.commands import CommandLine
+from resihp.slurm.drains.drain import Step, climb, descend
+from resihp.slurm.drains.exclusions import Exclusions
+from resihp.slurm.drains.spool import put
 from tests.integration.cluster import Cluster, requires_slurm
 from tests.integration.test_cluster import hold
 
@@ -62,7 +62,7 @@ def as_user(user: str, act: Callable[[], list[Step]]) -> list[Step]:
 
 
 class Site:
-    """A cluster with the hook installed the way the README says; `slurm.drains.drain` used as a job's supervisor
+    """A cluster with the hook installed the way the README says; `resihp.slurm.drains.drain` used as a job's supervisor
     does."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -281,7 +281,7 @@ def test_by_hand(site: Site) -> None:
 
     def node(*argv: str) -> list[dict[str, Any]]:
         home = f"RESIHP_HOME={site.cluster.folder}/home"
-        command = [sys.executable, "-m", "wrapper", "node", *argv, "--json"]
+        command = [sys.executable, "-m", "resihp", "node", *argv, "--json"]
         done = site.cluster.run("env", home, f"PYTHONPATH={HOOK.parents[2]}", *command)
         return list(msgspec.json.decode(done.stdout)["rows"])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from db.reading.queries import Reader
+from resihp.db.reading.queries import Reader
 from tests.integration import jobs
 from tests.integration.jobs import UNWATCHED, Job
 
@@ -99,8 +99,8 @@ ODD_DETECTOR = """
 import sys
 import msgspec
 from resihp.detector.online import monitor
-from wrapper import cli
-from wrapper.supervisor import guardian, process
+from resihp.wrapper import cli
+from resihp.wrapper.supervisor import guardian, process
 
 honest_guard, honest_observe = guardian.guard, monitor.Monitor.observe
 

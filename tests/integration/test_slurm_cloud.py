@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm.commands import CommandLine
-from slurm.drains.exclusions import Exclusions
+from resihp.slurm.commands import CommandLine
+from resihp.slurm.drains.exclusions import Exclusions
 from tests.integration.cluster import Cluster
 from tests.integration.slurm_jobs import MakeCluster
 

@@ -60,7 +60,7 @@ def test_a_job_that_is_run_again_says_so_and_then_how_it_ended(cluster: MakeClus
     desk.until_committed(again, desk.committed(job) + 2)
     assert comment(desk, job).startswith(f"resihp: iteration {desk.committed(job)}, run 2 (")
 
-    (supervisor,) = on_node(desk.cluster, desk.nodes(job)[0], "wrapper.supervisor.process")
+    (supervisor,) = on_node(desk.cluster, desk.nodes(job)[0], "resihp.wrapper.supervisor.process")
     supervisor.send_signal(signal.SIGTERM)
     desk.wait(job)
     assert ", run 2 (" in comment(desk, job)

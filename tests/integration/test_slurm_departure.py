@@ -50,7 +50,7 @@ def test_what_an_operator_stops_in_slurm_is_saved_too(cluster: MakeCluster) -> N
     """INT to the batch step, as Ctrl-C in an interactive allocation, and `resihp stop`: nobody else hears of it."""
     desk = Desk(cluster(nodes=2, gpus=2, settings=PATIENT))
     desk.pace(0.1)
-    ends = {130: ("scancel", "--batch", "--signal=INT"), 143: (sys.executable, "-m", "wrapper", "stop")}
+    ends = {130: ("scancel", "--batch", "--signal=INT"), 143: (sys.executable, "-m", "resihp", "stop")}
     for code, command in ends.items():
         job = desk.sbatch_training(ITERATIONS, nodes=2)
         desk.until_committed(job, 3)

@@ -12,16 +12,16 @@ import msgspec
 import pytest
 
 from resihp.controller import interface as api
-from slurm import replacement
-from slurm.commands import CommandLine
-from slurm.rate_limited import JOBS_FRESH_S, Polite
-from slurm.replacement import ReplacementJob
+from resihp.slurm import replacement
+from resihp.slurm.commands import CommandLine
+from resihp.slurm.rate_limited import JOBS_FRESH_S, Polite
+from resihp.slurm.replacement import ReplacementJob
+from resihp.wrapper.config.run_spec import Program, SlurmRequest
+from resihp.wrapper.slurm_tasks import desk as slurm_desk
+from resihp.wrapper.slurm_tasks import nodes, own_job, replacements
+from resihp.wrapper.slurm_tasks.desk import SlurmDesk
 from tests.integration.cluster import Cluster
 from tests.wrapper.run_requests import run_request
-from wrapper.config.run_spec import Program, SlurmRequest
-from wrapper.slurm_tasks import desk as slurm_desk
-from wrapper.slurm_tasks import nodes, own_job, replacements
-from wrapper.slurm_tasks.desk import SlurmDesk
 
 MakeCluster = Callable[..., Cluster]
 

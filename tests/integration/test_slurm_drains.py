@@ -21,7 +21,7 @@ from tests.integration.test_site_hook import BOB
 pytestmark = pytest.mark.timeout(300)
 
 LAST = 20
-AGENT = "wrapper.agent.process"
+AGENT = "resihp.wrapper.agent.process"
 PAUSE_S = 0.1
 
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from resihp.record.journal import JobStarted, NodeJoined, WorkerStarted
-from slurm.render import TEMPLATES, template
+from resihp.slurm.render import TEMPLATES, template
 from tests.integration.jobs import RESIHP
 from tests.integration.slurm_jobs import Desk, MakeCluster, edited, job_file, on_node, training
 
@@ -91,7 +91,7 @@ def test_agents_have_what_the_node_has_and_write_their_own_logs(cluster: MakeClu
     assert "no --no-kill in the batch script" in made.output(job), "it was on the command line, which nobody can see"
     for node in made.cluster.nodes:
         agents, workers = (
-            on_node(made.cluster, node, "wrapper.agent.process"),
+            on_node(made.cluster, node, "resihp.wrapper.agent.process"),
             on_node(made.cluster, node, "resihp.worker.forkserver"),
         )
         (agent,) = agents

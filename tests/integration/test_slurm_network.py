@@ -9,13 +9,13 @@ import psutil
 import pytest
 
 from resihp.record.journal import LeaderChosen
+from resihp.wrapper.config.values import MIN_PORTS
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference, on_node, training
 from tests.wrapper.launch.test_ports import free_range
-from wrapper.config.values import MIN_PORTS
 
 pytestmark = pytest.mark.timeout(300)
 
-OURS = ("wrapper.agent.process", "wrapper.supervisor.process", "wrapper")
+OURS = ("resihp.wrapper.agent.process", "resihp.wrapper.supervisor.process", "wrapper")
 """Modules of our processes that other nodes speak to; the last is the guardian."""
 
 
@@ -39,8 +39,8 @@ def test_all_that_listens_between_nodes_is_inside_the_range_that_is_open(
     job = desk.sbatch_training(ITERATIONS, gpus=1)
     desk.until_committed(job, 2, timeout_s=120)
     found = {module: ports_of(desk, module) for module in OURS}
-    assert {node for node, ports in found["wrapper.agent.process"].items() if ports} == {"n1", "n2", "n3", "n4"}
-    assert found["wrapper.supervisor.process"]["n1"]
+    assert {node for node, ports in found["resihp.wrapper.agent.process"].items() if ports} == {"n1", "n2", "n3", "n4"}
+    assert found["resihp.wrapper.supervisor.process"]["n1"]
     outside = {(module, node): ports - inside for module in OURS for node, ports in found[module].items()}
     assert not any(outside.values()), outside
     workers = ports_of(desk, "resihp.worker.forkserver")
@@ -49,7 +49,7 @@ def test_all_that_listens_between_nodes_is_inside_the_range_that_is_open(
     desk.cluster.kill_node("n1")
     chosen = desk.until(lambda: desk.of(job, LeaderChosen), job, 90)[-1]
     desk.until_committed(job, desk.committed(job) + 1)
-    ports = ports_of(desk, "wrapper.supervisor.process")[chosen.node]
+    ports = ports_of(desk, "resihp.wrapper.supervisor.process")[chosen.node]
     assert ports, f"the successor listens on {chosen.node}"
     assert ports <= inside
     desk.pace(0.0)

@@ -19,7 +19,7 @@ from resihp.record.journal import (
     Reconfigured,
     ReplacementChanged,
 )
-from slurm.client import PREFIX
+from resihp.slurm.client import PREFIX
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference
 from tests.integration.test_site_hook import ALICE, BOB, Site, uid
 

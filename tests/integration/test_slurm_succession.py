@@ -67,7 +67,7 @@ def assert_completed(desk: Desk, job: str, reference: Reference) -> None:
     reference.check(desk.rows("iterations", job))
     assert desk.status(job)["state"] == "completed"
     desk.until(
-        lambda: not any(on_node(desk.cluster, node, "wrapper.agent.process") for node in desk.cluster.nodes), job
+        lambda: not any(on_node(desk.cluster, node, "resihp.wrapper.agent.process") for node in desk.cluster.nodes), job
     )
 
 
@@ -130,7 +130,7 @@ def test_a_killed_supervisor_is_followed_by_another_one_and_nobody_stops(
     desk.pace(0.05)
     job = desk.sbatch_training(ITERATIONS, nodes=2, gpus=1)
     desk.until_committed(job, 3)
-    (supervisor,) = on_node(desk.cluster, "n1", "wrapper.supervisor.process")
+    (supervisor,) = on_node(desk.cluster, "n1", "resihp.wrapper.supervisor.process")
     killed_at = time.time()
     supervisor.kill()
     at, chosen = desk.until(lambda: taken_over(desk, job), job)
@@ -187,7 +187,7 @@ def test_of_two_halves_the_one_that_led_goes_on_and_the_other_never_leads(
         desk.cluster.kill_slurmd(node)
     desk.cluster.heal("n3", "n4")
     desk.until(lambda: all("refuses this agent" in log.read_text() for log in logs), job)
-    ours = ("wrapper.agent.process", "resihp.worker.forkserver")
+    ours = ("resihp.wrapper.agent.process", "resihp.worker.forkserver")
     desk.until(lambda: not any(on_node(desk.cluster, node, each) for node in ("n3", "n4") for each in ours), job)
     desk.pace(0.0)
     assert_completed(desk, job, reference)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(300)
 LAST = 20
 DOWN_S = 30.0 if "RESIHP_SOAK" in os.environ else 0.0
 """How long slurmctld stays down, at least."""
-AGENT, WORKER_PARENT = "wrapper.agent.process", "resihp.worker.forkserver"
+AGENT, WORKER_PARENT = "resihp.wrapper.agent.process", "resihp.worker.forkserver"
 
 
 def begun(desk: Desk) -> str:

@@ -10,10 +10,10 @@ import pytest
 
 from resihp.controller import interface as api
 from resihp.record.journal import NodeJoined, Reconfigured, ReplacementChanged
-from slurm import replacement
-from slurm.client import JobRequest
-from slurm.commands import CommandLine
-from slurm.replacement import ReplacementJob
+from resihp.slurm import replacement
+from resihp.slurm.client import JobRequest
+from resihp.slurm.commands import CommandLine
+from resihp.slurm.replacement import ReplacementJob
 from tests.integration import slurm_releases
 from tests.integration.cluster import Cluster
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference, job_file

@@ -15,8 +15,8 @@ from tests.integration.jobs import Job
 from tests.wrapper.sinks.test_metrics import free_port
 
 ROLES = {
-    "wrapper.supervisor.process": "supervisor",
-    "wrapper.agent.process": "agent",
+    "resihp.wrapper.supervisor.process": "supervisor",
+    "resihp.wrapper.agent.process": "agent",
 }
 PATIENCE_S = 30.0
 MOST_HEARD = len(MAGIC) + NONCE_BYTES + 12 + 32

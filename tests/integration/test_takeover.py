@@ -91,7 +91,7 @@ def led_in(job: Job, term: int) -> bool:
 
 
 def supervisor_of(job: Job) -> psutil.Process:
-    found = [each for each in job.processes() if "wrapper.supervisor.process" in each.cmdline()]
+    found = [each for each in job.processes() if "resihp.wrapper.supervisor.process" in each.cmdline()]
     ids = {each.pid for each in found}
     (supervisor,) = [each for each in found if each.ppid() not in ids]  # a fork of it has its name until it execs
     return supervisor

@@ -94,7 +94,16 @@ def test_what_was_adopted_does_not_stay_when_it_has_ended(script: str, said: str
     assert done.stdout.strip() == said
 
 
-WORDS = [b"/usr/bin/python3", b"-P", b"-m", b"wrapper.agent.process", b"--run", b"/jobs/6/run.json", b"--node", b"n2"]
+WORDS = [
+    b"/usr/bin/python3",
+    b"-P",
+    b"-m",
+    b"resihp.wrapper.agent.process",
+    b"--run",
+    b"/jobs/6/run.json",
+    b"--node",
+    b"n2",
+]
 WORDS += [b"--supervisor", b"127.0.0.1:4711", b""]
 ROOM = sum(len(word) + 1 for word in WORDS[:-1])
 

@@ -1,8 +1,8 @@
 """Slurm in memory, for tests: nodes, jobs, the rights of whoever asks, and outages.
 
-Keeps the protocol of `slurm.client.Slurm` and passes the same contract tests as `slurm.commands.CommandLine`; where
-they say nothing it does what Slurm 22.05.8 was seen to do. Time does not pass here and nothing is scheduled: a test
-says what happens (`start`, `finish`, `set_node`).
+Keeps the protocol of `resihp.slurm.client.Slurm` and passes the same contract tests as
+`resihp.slurm.commands.CommandLine`; where they say nothing it does what Slurm 22.05.8 was seen to do. Time does not
+pass here and nothing is scheduled: a test says what happens (`start`, `finish`, `set_node`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 
-from slurm import releases
-from slurm.client import Gres, JobRequest, JobView, NodeChoice, NodeView, sanitised
-from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
-from slurm.parsing.parse import JOB_ID, NODE_LIST, PARTITION_LIST, is_node, node_list
+from resihp.slurm import releases
+from resihp.slurm.client import Gres, JobRequest, JobView, NodeChoice, NodeView, sanitised
+from resihp.slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
+from resihp.slurm.parsing.parse import JOB_ID, NODE_LIST, PARTITION_LIST, is_node, node_list
 
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?", re.ASCII)
 _PART = re.compile(r"([^\[\],]+)(?:\[([0-9,-]+)\])?", re.ASCII)

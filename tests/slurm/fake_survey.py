@@ -1,4 +1,4 @@
-"""A cluster's survey in memory, for tests: keeps the protocol of `slurm.survey.Survey`. Decides nothing."""
+"""A cluster's survey in memory, for tests: keeps the protocol of `resihp.slurm.survey.Survey`. Decides nothing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from slurm.errors import SlurmRefusedError, SlurmUnavailableError
-from slurm.limits import Limit, Limits
-from slurm.survey import PartitionRules, PartitionView
+from resihp.slurm.errors import SlurmRefusedError, SlurmUnavailableError
+from resihp.slurm.limits import Limit, Limits
+from resihp.slurm.survey import PartitionRules, PartitionView
 
 SETTINGS = {
     "ClusterName": "fake",

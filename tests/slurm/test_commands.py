@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slurm.client import PREFIX
-from slurm.command_call import LIMIT_BYTES
-from slurm.commands import MAX_NAMES_PER_CALL, CommandLine
-from slurm.errors import SlurmError, SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
-from slurm.parsing.fields import FIELD, RECORD
+from resihp.slurm.client import PREFIX
+from resihp.slurm.command_call import LIMIT_BYTES
+from resihp.slurm.commands import MAX_NAMES_PER_CALL, CommandLine
+from resihp.slurm.errors import SlurmError, SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
+from resihp.slurm.parsing.fields import FIELD, RECORD
 from tests.integration.cluster import Cluster
 
 

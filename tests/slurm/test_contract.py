@@ -1,4 +1,5 @@
-"""What `slurm.client.Slurm` promises, kept alike by the fake, by the real commands on a real cluster, and by `Polite`.
+"""What `resihp.slurm.client.Slurm` promises, kept alike by the fake, by the real commands on a real cluster, and by
+`Polite`.
 
 A test that passes with the fake alone would prove nothing about Slurm: every behaviour that other tests take from
 FakeSlurm is asserted here against both.
@@ -16,10 +17,10 @@ from typing import Protocol
 
 import pytest
 
-from slurm.client import PREFIX, Gres, JobRequest, JobView, NodeChoice, NodeView, Slurm, commented
-from slurm.commands import CommandLine
-from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
-from slurm.rate_limited import Polite
+from resihp.slurm.client import PREFIX, Gres, JobRequest, JobView, NodeChoice, NodeView, Slurm, commented
+from resihp.slurm.commands import CommandLine
+from resihp.slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
+from resihp.slurm.rate_limited import Polite
 from tests.integration.cluster import Cluster
 from tests.slurm.fake_slurm import FakeSlurm, expand
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slurm.errors import SlurmOutputError
-from slurm.limits import Limit, associations, qos
+from resihp.slurm.errors import SlurmOutputError
+from resihp.slurm.limits import Limit, associations, qos
 
 
 def test_associations() -> None:

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from slurm.client import Gres, JobRequest, NodeView
-from slurm.errors import SlurmOutputError
-from slurm.parsing import parse, parse_request
-from slurm.parsing.fields import FIELD, RECORD
+from resihp.slurm.client import Gres, JobRequest, NodeView
+from resihp.slurm.errors import SlurmOutputError
+from resihp.slurm.parsing import parse, parse_request
+from resihp.slurm.parsing.fields import FIELD, RECORD
 from tests.slurm.fake_slurm import expand
 
 SAMPLES = Path(__file__).parents[3] / "shared" / "data" / "slurm"

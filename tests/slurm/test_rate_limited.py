@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from slurm.client import NodeView
-from slurm.errors import SlurmRefusedError, SlurmUnavailableError
-from slurm.rate_limited import FIRST_PAUSE_S, LONGEST_PAUSE_S, Polite
+from resihp.slurm.client import NodeView
+from resihp.slurm.errors import SlurmRefusedError, SlurmUnavailableError
+from resihp.slurm.rate_limited import FIRST_PAUSE_S, LONGEST_PAUSE_S, Polite
 from tests.slurm.fake_slurm import FakeSlurm
 
 NODES = ("n1", "n2", "n3")

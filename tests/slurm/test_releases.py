@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from slurm import releases
+from resihp.slurm import releases
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm.errors import SlurmUsageError
-from slurm.render import TEMPLATES, render, template, time_limit
+from resihp.slurm.errors import SlurmUsageError
+from resihp.slurm.render import TEMPLATES, render, template, time_limit
 
 COMMAND = ("resihp", "run", "--config", "job.toml")
 

@@ -13,15 +13,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from slurm.client import Gres, JobRequest
-from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
-from slurm.replacement import ReplacementJob, all_submitted, parameters, submit, submitted
+from resihp.slurm.client import Gres, JobRequest
+from resihp.slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
+from resihp.slurm.replacement import ReplacementJob, all_submitted, parameters, submit, submitted
 
 WANTED = ReplacementJob(
     folder="",
     name="resihp-77-r1",
     comment="replacement 1 of a node of job 77",
-    command=("/usr/bin/python3", "-P", "-m", "wrapper.agent.process", "--lease", "1"),
+    command=("/usr/bin/python3", "-P", "-m", "resihp.wrapper.agent.process", "--lease", "1"),
     exclude=("n1", "n2"),
     seconds=3700.0,
     wait_s=1900.0,

@@ -22,9 +22,9 @@ from typing import Any
 
 import pytest
 
-import slurm
-from slurm.client import PREFIX
-from slurm.drains.spool import MAX_BYTES, asked_by, put
+from resihp import slurm
+from resihp.slurm.client import PREFIX
+from resihp.slurm.drains.spool import MAX_BYTES, asked_by, put
 from tests.integration.boxes import namespaces_allowed
 
 HOOK = Path(slurm.__file__).with_name("site") / "hook.py"
@@ -97,8 +97,8 @@ class Site:
     def request(
         self, uid: int, /, kind: str = "drain", node: str = "n1", *, reason: str = "rank 3 died", **changed: Any
     ) -> Path:
-        """As `slurm.drains.spool` writes it, as that user; `changed` replaces what it says, `name` and `mode` the
-        file's."""
+        """As `resihp.slurm.drains.spool` writes it, as that user; `changed` replaces what it says, `name` and `mode`
+        the file's."""
         name = changed.pop("name", None) or f"{secrets.token_hex(16)}.json"
         mode = changed.pop("mode", 0o644)
         fields = {"version": 1, "id": name.removesuffix(".json"), "kind": kind, "node": node, "job": "1"}

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from slurm.errors import SlurmError, SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
-from slurm.parsing.parse import settings
-from slurm.survey import FIELD, RECORD, CommandSurvey, PartitionRules, admin_level, partitions, user_of
+from resihp.slurm.errors import SlurmError, SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
+from resihp.slurm.parsing.parse import settings
+from resihp.slurm.survey import FIELD, RECORD, CommandSurvey, PartitionRules, admin_level, partitions, user_of
 from tests.integration.cluster import Cluster
 
 

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from resihp.record.journal import AnyEntry
+from resihp.wrapper.config.run_spec import Program
+from resihp.wrapper.job_folder import Job, create_local_job
 from tests.wrapper.run_requests import run_request
-from wrapper.config.run_spec import Program
-from wrapper.job_folder import Job, create_local_job
 
 STUB = Path(__file__).with_name("stub_run.py")
 

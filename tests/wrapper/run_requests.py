@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from resihp.settings import Settings
-from wrapper.config.run_spec import Program, RunRequest, virtual_nodes
+from resihp.wrapper.config.run_spec import Program, RunRequest, virtual_nodes
 
 
 def run_request(

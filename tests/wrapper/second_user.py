@@ -25,7 +25,7 @@ CODE = """
 import json, os, sys, time, traceback
 from typer.testing import CliRunner
 from resihp.errors import ResihpError
-from wrapper.cli import app
+from resihp.wrapper.cli import app
 answers = []
 for words in json.loads(sys.argv[1]):
     began = time.monotonic()

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from wrapper.supervisor.guardian import guard
+from resihp.wrapper.supervisor.guardian import guard
 
 SUPERVISOR = Path(__file__).with_name("stub_supervisor.py")
 

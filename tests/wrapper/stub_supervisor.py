@@ -23,11 +23,11 @@ from resihp.controller import Controller
 from resihp.controller.interface import AgentJoined, AnyAction, AnyEvent, CutConnection, WorkerSaid
 from resihp.errors import ProtocolError
 from resihp.process import die_with_parent, inherited_socket
-from wrapper import early_signals
-from wrapper.config.run_spec import load
-from wrapper.supervisor.aftermath import mark_dead
-from wrapper.supervisor.process import supervise_with
-from wrapper.supervisor.takeover import agents_are_started, takeover_source
+from resihp.wrapper import early_signals
+from resihp.wrapper.config.run_spec import load
+from resihp.wrapper.supervisor.aftermath import mark_dead
+from resihp.wrapper.supervisor.process import supervise_with
+from resihp.wrapper.supervisor.takeover import agents_are_started, takeover_source
 
 
 class Nothing:

@@ -14,10 +14,10 @@ from resihp.protocol import messages as m
 from resihp.protocol.channels import SecureChannel
 from resihp.protocol.framing import Envelope
 from resihp.protocol.serving import serve
+from resihp.wrapper.config.run_spec import Program, RunRequest
+from resihp.wrapper.job_folder import SupervisorFile, write_private
 from tests.wrapper.conftest import StubJob
 from tests.wrapper.run_requests import run_request
-from wrapper.config.run_spec import Program, RunRequest
-from wrapper.job_folder import SupervisorFile, write_private
 
 
 def request_of(stub_job: StubJob) -> RunRequest:
@@ -33,7 +33,18 @@ def request_of(stub_job: StubJob) -> RunRequest:
 
 
 def command(run_file: Path) -> list[str]:
-    return [sys.executable, "-P", "-m", "wrapper.agent.process", "--run", str(run_file), "--node", "n9", "--lease", "3"]
+    return [
+        sys.executable,
+        "-P",
+        "-m",
+        "resihp.wrapper.agent.process",
+        "--run",
+        str(run_file),
+        "--node",
+        "n9",
+        "--lease",
+        "3",
+    ]
 
 
 def test_it_connects_to_whom_the_jobs_folder_names_and_tells_its_lease(stub_job: StubJob) -> None:

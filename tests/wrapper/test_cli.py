@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 import resihp
 from resihp.errors import FaultNotFiredError, ProtocolError, ResihpError, UsageError
-from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
-from wrapper import cli
-from wrapper.cli import app
-from wrapper.job_folder import create_local_job, note_end
+from resihp.slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
+from resihp.wrapper import cli
+from resihp.wrapper.cli import app
+from resihp.wrapper.job_folder import create_local_job, note_end
 
 
 def test_the_version_is_printed() -> None:
@@ -38,7 +38,7 @@ def test_help_has_a_short_name_everywhere(command: str) -> None:
 
 def test_shells_complete_commands() -> None:
     asked = {"_RESIHP_COMPLETE": "complete_bash", "COMP_WORDS": "resihp st", "COMP_CWORD": "1"}
-    script = "import sys; sys.argv[:] = ['resihp']; from wrapper.cli import app; app(prog_name='resihp')"
+    script = "import sys; sys.argv[:] = ['resihp']; from resihp.wrapper.cli import app; app(prog_name='resihp')"
     done = subprocess.run(
         [sys.executable, "-c", script], env=os.environ | asked, capture_output=True, text=True, check=False, timeout=60
     )
@@ -46,7 +46,7 @@ def test_shells_complete_commands() -> None:
 
 
 def typed(arguments: str, **given: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "wrapper", *arguments.split()]
+    command = [sys.executable, "-m", "resihp", *arguments.split()]
     return subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, timeout=60, **given)
 
 

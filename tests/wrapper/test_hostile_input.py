@@ -17,19 +17,19 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from db.engine import resolve
-from db.exchange import export
-from db.writer import Ledger
-from db.writing.catch_up import catch_up
+from resihp.db.engine import resolve
+from resihp.db.exchange import export
+from resihp.db.writer import Ledger
+from resihp.db.writing.catch_up import catch_up
 from resihp.errors import ProtocolError, ResihpError
 from resihp.record import journal
 from resihp.record.journal_file import read, read_packed
 from resihp.record.journal_format import MAGIC
+from resihp.wrapper.cli import app, main
+from resihp.wrapper.commands.run import Options, prepare
+from resihp.wrapper.job_folder import create_local_job
 from tests.db.conftest import started, story, write_journal
 from tests.db.exports import files_of, former, sealed, set_column
-from wrapper.cli import app, main
-from wrapper.commands.run import Options, prepare
-from wrapper.job_folder import create_local_job
 
 EVIL = "\x1b]0;owned\x07\x1b[31mred\x1b[0m\r\nresihp: all is well\u202e<script>alert(1)</script>/../../etc"
 

@@ -14,11 +14,11 @@ import pytest
 from resihp.errors import JobNotFoundError, LedgerError, ProtocolError, UsageError
 from resihp.record.journal import AnyEntry, JobEnded, NodeJoined
 from resihp.record.journal_file import Journal
-from wrapper import job_folder, registry
-from wrapper.job_files import dead_jobs
-from wrapper.job_files.dead_jobs import finish_dead_job
-from wrapper.job_folder import create_local_job, find_job, lock_file, take_lock, write_private
-from wrapper.output.ledgers import opened
+from resihp.wrapper import job_folder, registry
+from resihp.wrapper.job_files import dead_jobs
+from resihp.wrapper.job_files.dead_jobs import finish_dead_job
+from resihp.wrapper.job_folder import create_local_job, find_job, lock_file, take_lock, write_private
+from resihp.wrapper.output.ledgers import opened
 
 
 def test_numbers_are_given_once(fresh_home: Path) -> None:

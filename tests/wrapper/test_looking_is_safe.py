@@ -20,11 +20,16 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from db.writing.catch_up import catch_up
+from resihp.db.writing.catch_up import catch_up
 from resihp.errors import ConfigurationError, LedgerError, ResihpError
 from resihp.record import journal
 from resihp.record.journal_file import read_packed
 from resihp.worker.checkpoints import MANIFEST_NAME, newest_complete, stored
+from resihp.wrapper.cli import app
+from resihp.wrapper.config.sources import read
+from resihp.wrapper.job_files.dead_jobs import finish_dead_job
+from resihp.wrapper.job_folder import Job, OurJob, create_local_job, note_end, ours, take_lock, write_private
+from resihp.wrapper.output.ledgers import opened, url_of
 from tests.db.conftest import started, story, write_journal
 from tests.db.foreign.half_way import half_way
 from tests.wrapper.run_requests import run_request
@@ -38,11 +43,6 @@ from tests.wrapper.second_user import (
     run_as,
     snapshot,
 )
-from wrapper.cli import app
-from wrapper.config.sources import read
-from wrapper.job_files.dead_jobs import finish_dead_job
-from wrapper.job_folder import Job, OurJob, create_local_job, note_end, ours, take_lock, write_private
-from wrapper.output.ledgers import opened, url_of
 
 __all__ = ["grounds"]
 

@@ -11,12 +11,12 @@ import pytest
 
 from resihp.record import journal
 from resihp.record.journal_file import Journal
+from resihp.wrapper import registry
+from resihp.wrapper.commands.resume import checkpoint_folder_of
+from resihp.wrapper.config.run_spec import load
+from resihp.wrapper.job_folder import Job, OurJob, create_local_job, find_job, note_end
 from tests.wrapper.commands.status.test_status import record_job, resihp
 from tests.wrapper.run_requests import run_request
-from wrapper import registry
-from wrapper.commands.resume import checkpoint_folder_of
-from wrapper.config.run_spec import load
-from wrapper.job_folder import Job, OurJob, create_local_job, find_job, note_end
 
 
 def made(home: Path, monkeypatch: pytest.MonkeyPatch, *, ended: bool = True) -> Job:

@@ -10,12 +10,12 @@ import pandas as pd
 import pytest
 
 from resihp import durable_files
+from resihp.slurm.drains.exclusions import Exclusions
 from resihp.worker.checkpoints import write_manifest
-from slurm.drains.exclusions import Exclusions
-from wrapper.commands import init
-from wrapper.commands.report import command as report
-from wrapper.config.sources import read
-from wrapper.output.answers import write_parquet
+from resihp.wrapper.commands import init
+from resihp.wrapper.commands.report import command as report
+from resihp.wrapper.config.sources import read
+from resihp.wrapper.output.answers import write_parquet
 
 ATTACKER = 54321
 

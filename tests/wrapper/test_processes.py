@@ -19,14 +19,14 @@ from resihp.controller.fail_slow.standings import RankAnswer
 from resihp.errors import UsageError
 from resihp.protocol.messages import AskStanding
 from resihp.record.journal import FaultInjected, JobEnded, LeaderChosen, NodeLost, WorkerEnded, WorkerStarted, first_seq
+from resihp.wrapper.commands.operate import inject, request
+from resihp.wrapper.exit_codes import CANNOT_LEAD, INTERNAL_ERROR
+from resihp.wrapper.job_files.dead_jobs import finish_dead_job
+from resihp.wrapper.job_folder import all_jobs, hold_lock
+from resihp.wrapper.launch.ports import listen
+from resihp.wrapper.supervisor.guardian import supervisor_command
+from resihp.wrapper.supervisor.shell import SAME_SIGNAL_S
 from tests.wrapper.conftest import SOON, StubJob
-from wrapper.commands.operate import inject, request
-from wrapper.exit_codes import CANNOT_LEAD, INTERNAL_ERROR
-from wrapper.job_files.dead_jobs import finish_dead_job
-from wrapper.job_folder import all_jobs, hold_lock
-from wrapper.launch.ports import listen
-from wrapper.supervisor.guardian import supervisor_command
-from wrapper.supervisor.shell import SAME_SIGNAL_S
 
 FOREVER = "import time\nprint('here', flush=True)\ntime.sleep(3600)\n"
 STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER
@@ -334,7 +334,7 @@ def dying(event: str, nth: int, lives: int) -> dict[str, str]:
 def test_killed_supervisor_is_replaced_and_nothing_else_is(stub_job: StubJob) -> None:
     stub_job.start(UNTIL_TOLD, nodes=2, gpus=2)
     workers = {worker.rank: worker.pid for worker in running(stub_job, 4)}
-    agents = {process.pid for process in stub_job.processes("wrapper.agent.process")}
+    agents = {process.pid for process in stub_job.processes("resihp.wrapper.agent.process")}
     guardian = stub_job.processes("guard ")
     first = supervisor_of(stub_job)
     first.kill()
@@ -346,7 +346,7 @@ def test_killed_supervisor_is_replaced_and_nothing_else_is(stub_job: StubJob) ->
     assert chosen.after == len(stub_job.entries()) - 1
     print(f"led again {record.at - killed_at:.2f} s after the kill")
     stub_job.until(lambda: inventories(stub_job) == 2)
-    assert {process.pid for process in stub_job.processes("wrapper.agent.process")} == agents
+    assert {process.pid for process in stub_job.processes("resihp.wrapper.agent.process")} == agents
     assert stub_job.processes("guard ") == guardian
     assert inject.inject(None, "disconnect", None, "n2"), "it is found where commands look for it"
     assert all(psutil.pid_exists(pid) for pid in workers.values())
@@ -400,7 +400,7 @@ def test_supervisor_that_dies_during_the_start_is_replaced(stub_job: StubJob, ev
 def test_supervisor_that_dies_before_it_has_started_every_agent_ends_the_job(stub_job: StubJob) -> None:
     """None of them has joined, and one of the two is gone: who is left would be waited for in vain."""
     stub_job.start(FOREVER, nodes=2)
-    first = stub_job.until(lambda: next(iter(stub_job.processes("wrapper.agent.process")), None))
+    first = stub_job.until(lambda: next(iter(stub_job.processes("resihp.wrapper.agent.process")), None))
     supervisor = supervisor_of(stub_job)
     first.suspend()
     supervisor.suspend()
@@ -445,7 +445,7 @@ def test_a_successor_that_cannot_begin_leaves_the_job_alone(stub_job: StubJob, t
     assert tried.returncode == CANNOT_LEAD, tried.stderr
     assert "cannot be taken over: journal" in tried.stderr
     assert "damaged at byte 8, and whole records follow" in tried.stderr
-    assert len(stub_job.processes("wrapper.agent.process")) == 2
+    assert len(stub_job.processes("resihp.wrapper.agent.process")) == 2
     assert (stub_job.job.folder / "job.json").read_bytes() == before
     (stub_job.folder / "go").touch()
     assert stub_job.wait() == 0, stub_job.stderr
@@ -512,7 +512,7 @@ def test_agents_wait_for_a_supervisor_that_is_slow_to_start(stub_job: StubJob) -
     """As long as the guardian holds the socket, somebody is about to come."""
     stub_job.start(UNTIL_TOLD)
     running(stub_job)
-    (agent,) = stub_job.processes("wrapper.agent.process")
+    (agent,) = stub_job.processes("resihp.wrapper.agent.process")
     supervisor_of(stub_job).kill()
     (slow,) = stub_job.until(lambda: [it for it in stub_job.processes("supervise ") if "--take-over" in it.cmdline()])
     slow.suspend()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm.command_call import own_environment
+from resihp.slurm.command_call import own_environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,7 +37,7 @@ def test_a_job_runs_from_a_folder_on_the_python_path(bare_python: Path, tmp_path
     script.write_text("import os, mine\nprint('rank', os.environ['RANK'], mine.OWNER)\n")
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "RESIHP_LOCAL": str(tmp_path / "local")}
     environment["PYTHONPATH"] = f"{ROOT}:{modules}"
-    command = [bare_python, "-P", "-m", "wrapper", "run", "--local", "--nodes", "2", "--", "python", script]
+    command = [bare_python, "-P", "-m", "resihp", "run", "--local", "--nodes", "2", "--", "python", script]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     logs = sorted(path.read_text() for path in tmp_path.rglob("*.rank*.log"))

@@ -14,10 +14,10 @@ from resihp.protocol import framing
 from resihp.protocol import messages as m
 from resihp.protocol.channels import SecureChannel
 from resihp.protocol.framing import Envelope
+from resihp.wrapper.commands.operate import inject
+from resihp.wrapper.job_folder import SupervisorFile
 from tests.wrapper.conftest import SOON, StubJob
 from tests.wrapper.test_processes import FOREVER, exits, running
-from wrapper.commands.operate import inject
-from wrapper.job_folder import SupervisorFile
 
 
 async def throw(address: SupervisorFile, content: bytes) -> None:

@@ -15,14 +15,14 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from db.writer import Ledger
+from resihp.db.writer import Ledger
 from resihp.errors import JobNotFoundError, UsageError
 from resihp.record import journal, journal_file, journal_format
+from resihp.wrapper import registry
+from resihp.wrapper.cli import app
+from resihp.wrapper.job_files.dead_jobs import finish_dead_job
+from resihp.wrapper.job_folder import Job, create_local_job, create_slurm_job, find_job, note_end
 from tests.wrapper.commands.status.test_status import record_job
-from wrapper import registry
-from wrapper.cli import app
-from wrapper.job_files.dead_jobs import finish_dead_job
-from wrapper.job_folder import Job, create_local_job, create_slurm_job, find_job, note_end
 
 NEIGHBOUR = 65533
 
@@ -299,7 +299,7 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str],
 
 
 def test_a_process_of_a_test_has_the_tests_registry(fresh_home: Path, own_registry: Path) -> None:
-    code = "from wrapper.job_folder import create_local_job; create_local_job()"
+    code = "from resihp.wrapper.job_folder import create_local_job; create_local_job()"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert registry.names() == ["local-1"]
     assert registry.place() == own_registry

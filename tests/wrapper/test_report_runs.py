@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from wrapper.commands.report import runs
-from wrapper.commands.report.runs import Run, run, total
+from resihp.wrapper.commands.report import runs
+from resihp.wrapper.commands.report.runs import Run, run, total
 
 T0 = datetime(2026, 3, 1, tzinfo=UTC)
 HOUR = timedelta(hours=1)

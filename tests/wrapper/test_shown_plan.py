@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from db.reading.queries import Reader
-from db.writing.catch_up import catch_up
+from resihp.db.reading.queries import Reader
+from resihp.db.writing.catch_up import catch_up
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal, journal_file
+from resihp.wrapper.job_files.registered import note_end
+from resihp.wrapper.job_folder import create_local_job
+from resihp.wrapper.sinks.figures import followed
+from resihp.wrapper.sinks.progress_file import ProgressFileWriter
 from tests.db.conftest import BEGAN, started
 from tests.waiting import until
-from wrapper.job_files.registered import note_end
-from wrapper.job_folder import create_local_job
-from wrapper.sinks.figures import followed
-from wrapper.sinks.progress_file import ProgressFileWriter
 
 LAYOUTS = {epoch: Layout.uniform(tp=1, pp=pp, dp=dp, layers=4) for epoch, (pp, dp) in enumerate(
     [(2, 2), (2, 1), (1, 2), (1, 1)], 1

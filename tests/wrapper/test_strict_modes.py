@@ -17,13 +17,13 @@ import pytest
 from resihp.errors import JobNotFoundError, OwnershipError, UsageError
 from resihp.record.journal import JobEnded, NodeJoined
 from resihp.record.journal_file import Journal
+from resihp.wrapper import job_folder
+from resihp.wrapper.commands import resume
+from resihp.wrapper.config.run_spec import load
+from resihp.wrapper.job_files.dead_jobs import finish_dead_job
+from resihp.wrapper.job_folder import Job, close_home, create_local_job, create_slurm_job, find_job, take_lock
+from resihp.wrapper.strict_modes import read_own, read_plain, write_private
 from tests.wrapper.run_requests import run_request
-from wrapper import job_folder
-from wrapper.commands import resume
-from wrapper.config.run_spec import load
-from wrapper.job_files.dead_jobs import finish_dead_job
-from wrapper.job_folder import Job, close_home, create_local_job, create_slurm_job, find_job, take_lock
-from wrapper.strict_modes import read_own, read_plain, write_private
 
 NEIGHBOUR = 54321
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")

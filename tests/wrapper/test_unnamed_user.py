@@ -32,7 +32,7 @@ def test_a_job_of_a_user_without_a_name_runs_and_is_shown(unnamed: list[str], tm
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "RESIHP_LOCAL": str(tmp_path / "local")}
 
     def resihp(*command: str) -> subprocess.CompletedProcess[str]:
-        argv = [*unnamed, sys.executable, "-m", "wrapper", *command]
+        argv = [*unnamed, sys.executable, "-m", "resihp", *command]
         return subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
 
     ran = resihp("run", "--local", "--", "true")
@@ -47,9 +47,9 @@ def test_a_job_of_a_user_without_a_name_runs_and_is_shown(unnamed: list[str], tm
 
 
 def test_a_tilde_without_a_home_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from db.engine import resolve
-    from wrapper.config.sources import site_files
-    from wrapper.config.values import expanded
+    from resihp.db.engine import resolve
+    from resihp.wrapper.config.sources import site_files
+    from resihp.wrapper.config.values import expanded
 
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)

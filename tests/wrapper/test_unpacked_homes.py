@@ -10,14 +10,14 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from db.writing.catch_up import catch_up
+from resihp.db.writing.catch_up import catch_up
 from resihp.errors import LedgerError
+from resihp.wrapper import registry
+from resihp.wrapper.cli import app
+from resihp.wrapper.job_files.dead_jobs import copy_journal, finish_dead_job
+from resihp.wrapper.job_folder import Job, create_local_job, ours, take_lock, write_private
 from tests.db.conftest import story, write_journal
 from tests.wrapper.run_requests import run_request
-from wrapper import registry
-from wrapper.cli import app
-from wrapper.job_files.dead_jobs import copy_journal, finish_dead_job
-from wrapper.job_folder import Job, create_local_job, ours, take_lock, write_private
 
 
 def resihp(*words: str) -> Result:

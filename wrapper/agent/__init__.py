@@ -2,5 +2,5 @@
 
 It follows the current leader (`supervisor_link`) and keeps a copy of the journal (`journal_copy`). If no supervisor
 leads any more, it takes part in the election and the start of a successor (`election`, `peers`, `successor`). Decides
-nothing about training. Started by `wrapper.launch`; other packages use only `process`.
+nothing about training. Started by `resihp.wrapper.launch`; other packages use only `process`.
 """

@@ -3,7 +3,7 @@ child processes.
 
 Checked every few seconds, and only for workers whose script has not declared a model, because heartbeats show the
 progress of the other workers. A process that sleeps in a lock, or waits for a peer, is idle. Threads that wake
-regularly to look for work use too little processor time to count. Owned by `wrapper.agent.workers`.
+regularly to look for work use too little processor time to count. Owned by `resihp.wrapper.agent.workers`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A node's hardware and system software, read from plain files. No program is run, and GPUs are described by their
 driver's files.
 
-Unreadable values are empty; nothing here raises. Read once, by `wrapper.agent.process` when it starts.
+Unreadable values are empty; nothing here raises. Read once, by `resihp.wrapper.agent.process` when it starts.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ write the logs.
 The output of a node's processes goes to files on the node's own disk. Once a second, a thread appends new output to the
 file of the same name in the job's folder, and frees the local blocks that it has copied. If the folder hangs, only this
 thread hangs. Another thread keeps uncopied output from filling the node's disk, which also holds the job's journal: it
-cuts the middle out of the output, and the copy contains a notice in its place. Owned by `wrapper.agent.process`.
+cuts the middle out of the output, and the copy contains a notice in its place. Owned by `resihp.wrapper.agent.process`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """An agent among its peers: answers candidates, becomes a candidate when its turn comes, and starts a successor if
 elected.
 
-The rules are in `wrapper.agent.succession.election`. Agents ask each other over authenticated connections, with one
-question and one answer for each connection. An elected agent starts a supervisor as its child process
-(`wrapper.agent.succession.successor`), on a socket bound to this node's own address, and repeats the address to all
-peers until each has acknowledged it. Owned by `wrapper.agent.process`.
+The rules are in `resihp.wrapper.agent.succession.election`. Agents ask each other over authenticated connections, with
+one question and one answer for each connection. An elected agent starts a supervisor as its child process
+(`resihp.wrapper.agent.succession.successor`), on a socket bound to this node's own address, and repeats the address to
+all peers until each has acknowledged it. Owned by `resihp.wrapper.agent.process`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from resihp.process import most_open_files
 from resihp.protocol import messages as m
 from resihp.protocol.channels import SecureChannel
 from resihp.protocol.serving import Refusals, serve
-from wrapper.agent.succession.election import ANSWER_TIMEOUT_S, RETRY_S, Election, Standing, turn
-from wrapper.agent.succession.journal_copy import Replica
-from wrapper.agent.succession.successor import Successor
-from wrapper.agent.supervisor_link import LeaderLink
-from wrapper.launch.ports import Ports, listen
+from resihp.wrapper.agent.succession.election import ANSWER_TIMEOUT_S, RETRY_S, Election, Standing, turn
+from resihp.wrapper.agent.succession.journal_copy import Replica
+from resihp.wrapper.agent.succession.successor import Successor
+from resihp.wrapper.agent.supervisor_link import LeaderLink
+from resihp.wrapper.launch.ports import Ports, listen
 
 LOOK_EVERY_S = 0.1
 MAX_CONCURRENT_QUESTIONS = 256
@@ -46,7 +46,8 @@ class Peers:
         ports: Ports | None = None,
         incarnation: str = "",
     ) -> None:
-        """`ports`: the range of ports to listen in (`wrapper.launch.ports`). `incarnation`: as in `messages.Join`."""
+        """`ports`: the range of ports to listen in (`resihp.wrapper.launch.ports`). `incarnation`: as in
+        `messages.Join`."""
         self._node = node
         self._ports = ports
         self._run_file = run_file

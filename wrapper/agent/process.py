@@ -1,12 +1,12 @@
 """The agent: one process on each node. Starts workers, forwards messages, reports exits at once.
 
-`python -P -m wrapper.agent.process --run FILE [--node N] --supervisor HOST:PORT`, started by a launcher. Without
+`python -P -m resihp.wrapper.agent.process --run FILE [--node N] --supervisor HOST:PORT`, started by a launcher. Without
 `--node`, or with `-`, the node has the name that Slurm gives it. With `--lease N` the agent starts later, on a node
 that Slurm gave in answer to request N for another node, and reads the supervisor's address from the job's folder. The
-agent decides only one thing: if no supervisor leads for too long (`wrapper.agent.supervisor_link`), it ends its workers
-and itself, so that no process outlives the job. With succession, agents keep copies of the journal, and one of them
-starts a successor when the supervisor is gone (`wrapper.agent.succession.election`). A signal from outside is reported
-to the supervisor, which decides what to do.
+agent decides only one thing: if no supervisor leads for too long (`resihp.wrapper.agent.supervisor_link`), it ends its
+workers and itself, so that no process outlives the job. With succession, agents keep copies of the journal, and one of
+them starts a successor when the supervisor is gone (`resihp.wrapper.agent.succession.election`). A signal from outside
+is reported to the supervisor, which decides what to do.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ import psutil
 from resihp.errors import ConfigurationError, OwnershipError, ResihpError, UsageError
 from resihp.process import Orphans, adopt_orphans, inherited_socket, name_process, raise_open_files
 from resihp.protocol import messages as m
-from wrapper.agent import inventory
-from wrapper.agent.log_mirror import LogMirror, print_to
-from wrapper.agent.peers import Peers
-from wrapper.agent.succession.journal_copy import Replica, local_place
-from wrapper.agent.supervisor_link import LeaderLink
-from wrapper.agent.workers import Workers
-from wrapper.config import container
-from wrapper.config.run_spec import RunRequest, load
-from wrapper.job_folder import SupervisorFile
-from wrapper.launch import preloading
-from wrapper.launch.interfaces import of_workers
-from wrapper.launch.launcher import NO_JOB_STATUS, NO_SUPERVISOR_STATUS
+from resihp.wrapper.agent import inventory
+from resihp.wrapper.agent.log_mirror import LogMirror, print_to
+from resihp.wrapper.agent.peers import Peers
+from resihp.wrapper.agent.succession.journal_copy import Replica, local_place
+from resihp.wrapper.agent.supervisor_link import LeaderLink
+from resihp.wrapper.agent.workers import Workers
+from resihp.wrapper.config import container
+from resihp.wrapper.config.run_spec import RunRequest, load
+from resihp.wrapper.job_folder import SupervisorFile
+from resihp.wrapper.launch import preloading
+from resihp.wrapper.launch.interfaces import of_workers
+from resihp.wrapper.launch.launcher import NO_JOB_STATUS, NO_SUPERVISOR_STATUS
 
 BEAT_S = 1.0
 REAP_EVERY_S = 10.0
@@ -293,7 +293,7 @@ def _address_of(request: RunRequest) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="wrapper.agent.process")
+    parser = argparse.ArgumentParser(prog="resihp.wrapper.agent.process")
     parser.add_argument("--run", required=True, type=Path, help="the job's run.json")
     parser.add_argument("--node", default="-", help="this node's name; -: from Slurm (SLURMD_NODENAME)")
     parser.add_argument("--supervisor", default="", help="host:port; if left out, from the job's folder")

@@ -2,7 +2,8 @@
 
 This is the agent's instance of `resihp.protocol.rendezvous`. A message for several workers of the node is received only
 once, and messages that they publish at the same time are sent to the supervisor together. A meeting opens with the
-order to build communicators, and ends when the leader changes. Nothing here waits. Owned by `wrapper.agent.workers`.
+order to build communicators, and ends when the leader changes. Nothing here waits. Owned by
+`resihp.wrapper.agent.workers`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """An agent's sockets to its own processes: one to each worker, and one to the fork server that starts the workers.
 
-Callbacks in the agent's event loop. Nothing here waits, and nothing is decided. Owned by `wrapper.agent.workers`.
+Callbacks in the agent's event loop. Nothing here waits, and nothing is decided. Owned by
+`resihp.wrapper.agent.workers`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from resihp.protocol.channels import MAX_UNSENT_BYTES, LocalChannel
 from resihp.protocol.framing import LocalCodec, LocalFrames, local_frame
 from resihp.worker import forkserver
 from resihp.worker.forkserver import ONE_THREAD, Deliver, Ended, Fork, Forked, NotForked, Ready, Unable
-from wrapper.config import container
-from wrapper.config.run_spec import Container, Program
-from wrapper.launch.launcher import own_environment
-from wrapper.strict_modes import private
+from resihp.wrapper.config import container
+from resihp.wrapper.config.run_spec import Container, Program
+from resihp.wrapper.launch.launcher import own_environment
+from resihp.wrapper.strict_modes import private
 
 CHUNK_BYTES = 1 << 16
 

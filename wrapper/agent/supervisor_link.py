@@ -8,8 +8,8 @@ has accepted the supervisor. With a quorum, another supervisor of the same term 
 messages to the previous leader are then dropped, and the new leader receives an inventory of the node
 (`messages.Inventory`).
 
-Decides nothing else; `wrapper.agent.succession.election` decides which agent may start a supervisor when there is no
-leader. Owned by `wrapper.agent.process`.
+Decides nothing else; `resihp.wrapper.agent.succession.election` decides which agent may start a supervisor when there
+is no leader. Owned by `resihp.wrapper.agent.process`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from resihp.protocol import messages as m
 from resihp.protocol.channels import NoAnswerError, SecureChannel
 from resihp.protocol.framing import Envelope
 from resihp.protocol.resumable import Conversation
-from wrapper.agent.succession.election import accepts
+from resihp.wrapper.agent.succession.election import accepts
 
 RETRY_S = 3.0
 """Time limit of one attempt to connect. Without succession, also how long to try when no process listens at the

@@ -2,9 +2,9 @@
 
 A script that does not use resihp finds its rank and its peers in these variables, as `init_process_group("nccl")` does.
 Rank 0 listens at the address in MASTER_ADDR and MASTER_PORT and runs the torch store there; its agent keeps the port
-free for it (`wrapper.launch.ports.KeptPort`). The agent runs no torch store, and workers are not restarted on the same
-node, so TORCHELASTIC_USE_AGENT_STORE is False and TORCHELASTIC_MAX_RESTARTS is 0. Pure; called by
-`wrapper.agent.workers`.
+free for it (`resihp.wrapper.launch.ports.KeptPort`). The agent runs no torch store, and workers are not restarted on
+the same node, so TORCHELASTIC_USE_AGENT_STORE is False and TORCHELASTIC_MAX_RESTARTS is 0. Pure; called by
+`resihp.wrapper.agent.workers`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from resihp.process import OPEN_FILES
 from resihp.protocol.messages import Start
 from resihp.worker.forkserver import ONE_THREAD
-from wrapper.config.run_spec import RunRequest
+from resihp.wrapper.config.run_spec import RunRequest
 
 MEETING_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 DEFAULT_ROLE = "default"

@@ -2,7 +2,7 @@
 
 A supervisor that takes over receives an inventory from every agent (`messages.Inventory`). For each worker, it includes
 the last report of each kind, unless a later order or report made it obsolete, and the steps that may not be committed
-yet. Pure; owned by `wrapper.agent.workers`.
+yet. Pure; owned by `resihp.wrapper.agent.workers`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An agent's workers: their start, their reports, and their end.
 
 Starts and ends workers on the supervisor's orders, reports their exits at once, and gives a new leader an inventory of
-the workers. Only `start` and `end` wait. Owned by `wrapper.agent.process`.
+the workers. Only `start` and `end` wait. Owned by `resihp.wrapper.agent.process`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from resihp.protocol import messages as m
 from resihp.protocol.forwarding import label_of, order_in
 from resihp.protocol.framing import decode, encode
 from resihp.worker.forkserver import Ended, Fork, Forked, NotForked
-from wrapper.agent.exit_clues import KernelClues, last_words_within
-from wrapper.agent.idleness import Idleness
-from wrapper.agent.rendezvous import Relay
-from wrapper.agent.sockets import ForkServerLink, WorkerPipe
-from wrapper.agent.worker_environment import environment_of
-from wrapper.agent.worker_history import MAX_STEPS, REPORTED_STEPS, WorkerRecord
-from wrapper.config import container
-from wrapper.config.run_spec import RunRequest
-from wrapper.launch.ports import KeptPort
+from resihp.wrapper.agent.exit_clues import KernelClues, last_words_within
+from resihp.wrapper.agent.idleness import Idleness
+from resihp.wrapper.agent.rendezvous import Relay
+from resihp.wrapper.agent.sockets import ForkServerLink, WorkerPipe
+from resihp.wrapper.agent.worker_environment import environment_of
+from resihp.wrapper.agent.worker_history import MAX_STEPS, REPORTED_STEPS, WorkerRecord
+from resihp.wrapper.config import container
+from resihp.wrapper.config.run_spec import RunRequest
+from resihp.wrapper.launch.ports import KeptPort
 
 REAP_S = 2.0
 CLUES_TIMEOUT_S = 0.2
@@ -61,8 +61,8 @@ class Workers:
     """All workers of this node. `send` sends a message to the leader. `on_unusable` is called when no worker can be
     started on this node any more.
 
-    `shared`: socket to the fork server that virtual nodes share (`wrapper.launch.preloading`); None if this node has
-    its own.
+    `shared`: socket to the fork server that virtual nodes share (`resihp.wrapper.launch.preloading`); None if this node
+    has its own.
     """
 
     def __init__(

@@ -180,8 +180,8 @@ def _finite(value: Any) -> Any:
 
 
 def _show(file: Path, analysis: Analysis) -> None:
-    from wrapper.output.answers import console, tell
-    from wrapper.output.render import literal
+    from resihp.wrapper.output.answers import console, tell
+    from resihp.wrapper.output.render import literal
 
     screen = console()
     if analysis.events:
@@ -198,7 +198,7 @@ def _show(file: Path, analysis: Analysis) -> None:
 
 def sentences(file: Path, analysis: Analysis) -> tuple[str, str]:
     """Return one sentence on the data that were read, and one on the slow-downs found."""
-    from wrapper.output.render import duration
+    from resihp.wrapper.output.render import duration
 
     runs = "one run" if analysis.runs == 1 else f"{analysis.runs} runs"
     read = (
@@ -227,7 +227,7 @@ def _show_events(screen: Console, analysis: Analysis) -> None:
     from rich.text import Text
 
     from resihp.detector.offline.analysis import ranked
-    from wrapper.output.tables import Column, show
+    from resihp.wrapper.output.tables import Column, show
 
     columns = (
         *(Column("run", right=True), Column("verdict", kept=True), Column("from", right=True, kept=True)),
@@ -252,7 +252,7 @@ def _show_events(screen: Console, analysis: Analysis) -> None:
 
 
 def _show_ranks(screen: Console, analysis: Analysis) -> None:
-    from wrapper.output.tables import Column, show
+    from resihp.wrapper.output.tables import Column, show
 
     columns = [Column(heading, right=True, kept=True) for heading in ("dp", "stage", "slow-down by it")]
     worst = sorted(analysis.ranks, key=lambda score: -score.slowdown)[:MAX_RANKS_SHOWN]

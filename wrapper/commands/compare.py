@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from wrapper.output.answers import SCHEMA, JsonOption, LedgerOption, console, message, to_json
+from resihp.wrapper.output.answers import SCHEMA, JsonOption, LedgerOption, console, message, to_json
 
 
 def register(app: typer.Typer) -> None:
@@ -26,8 +26,8 @@ def compare(
 
     Example: resihp compare 4711 4805
     """
-    from db.reading.comparison import compare as compare_rows
-    from wrapper.output.ledgers import both
+    from resihp.db.reading.comparison import compare as compare_rows
+    from resihp.wrapper.output.ledgers import both
 
     with both(first, second, ledger) as (first_job, second_job):
         rows = [_without_secrets(row) for row in compare_rows(*first_job, *second_job)]
@@ -41,7 +41,7 @@ def compare(
 
 def _without_secrets(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row with secrets masked, as in a report, because the compared setting may be a webhook's URL."""
-    from wrapper.commands.report.story import SECRET_MASK, SECRET_NAME, safe
+    from resihp.wrapper.commands.report.story import SECRET_MASK, SECRET_NAME, safe
 
     is_figure = row["difference"] is not None  # seconds per iteration, at a number of tokens
     hidden = not is_figure and bool(SECRET_NAME.search(row["what"]))
@@ -49,8 +49,8 @@ def _without_secrets(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _show(first: str, second: str, rows: list[dict[str, Any]]) -> None:
-    from wrapper.output.render import one_line
-    from wrapper.output.tables import Column, show
+    from resihp.wrapper.output.render import one_line
+    from resihp.wrapper.output.tables import Column, show
 
     columns = [Column(one_line(heading), wraps=True, kept=True) for heading in ("", first, second, "difference")]
     cells = [[one_line(row[name] or "") for name in ("what", "first", "second", "difference")] for row in rows]

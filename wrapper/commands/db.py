@@ -14,10 +14,10 @@ import typer
 
 from resihp.errors import LedgerError, UsageError
 from resihp.words import count_of
-from wrapper.output.answers import SCHEMA, JobArgument, JsonOption, LedgerOption, message, moment, to_json
+from resihp.wrapper.output.answers import SCHEMA, JobArgument, JsonOption, LedgerOption, message, moment, to_json
 
 if TYPE_CHECKING:
-    from db.parquet.writing import Exported
+    from resihp.db.parquet.writing import Exported
 
 
 def register(app: typer.Typer) -> None:
@@ -51,9 +51,9 @@ def upgrade(
             print(to_json({"schema": SCHEMA, "rows": rows}))
         return
     if ledger is None or ledger == "sqlite":
-        from db.engine import resolve
-        from wrapper.job_folder import find_job, not_ours, ours
-        from wrapper.output.ledgers import our_url
+        from resihp.db.engine import resolve
+        from resihp.wrapper.job_folder import find_job, not_ours, ours
+        from resihp.wrapper.output.ledgers import our_url
 
         job_here = find_job(job, acts=True)
         if (own_job := ours(job_here)) is None:
@@ -65,10 +65,10 @@ def upgrade(
 
 
 def _upgrade(ledger: str) -> dict[str, Any]:
-    from db import migrate
-    from db.engine import masked
-    from db.settling import settle
-    from wrapper.output.ledgers import exists
+    from resihp.db import migrate
+    from resihp.db.engine import masked
+    from resihp.db.settling import settle
+    from resihp.wrapper.output.ledgers import exists
 
     before = migrate.current(ledger) if exists(ledger) else None
     after = migrate.upgrade(ledger, message)
@@ -84,9 +84,9 @@ def _upgrade(ledger: str) -> dict[str, Any]:
 
 def _upgrade_home() -> list[dict[str, Any]]:
     """Upgrade the ledger files of this home's jobs. A ledger on a server is shared and is upgraded only by name."""
-    from db.engine import file_of, resolve
-    from wrapper.job_folder import all_jobs, no_job_here, our_jobs
-    from wrapper.output.ledgers import urls_of
+    from resihp.db.engine import file_of, resolve
+    from resihp.wrapper.job_folder import all_jobs, no_job_here, our_jobs
+    from resihp.wrapper.output.ledgers import urls_of
 
     if not all_jobs():
         raise no_job_here()
@@ -125,7 +125,7 @@ def export_jobs(
         raise UsageError("db export: no folder; name a new one with -o FOLDER")
     if all_jobs and job is not None:
         raise UsageError(f"db export: JOB {job} and --all exclude each other; choose one")
-    from db.exchange import export
+    from resihp.db.exchange import export
 
     if not all_jobs:
         exported = export(*_of_job(job, ledger, folder))
@@ -149,13 +149,14 @@ def export_jobs(
 
 
 def _of_job(job: str | None, ledger: str | None, folder: Path) -> tuple[str, Path, list[str]]:
-    """Return the arguments of `db.exchange.export` for one job; first bring its ledger up to date with its journal."""
+    """Return the arguments of `resihp.db.exchange.export` for one job; first bring its ledger up to date with its
+    journal."""
     from sqlalchemy import select
 
-    from db.engine import default_url
-    from db.models import JobRow
-    from wrapper.job_folder import find_job
-    from wrapper.output.ledgers import opened, pinned, url_of
+    from resihp.db.engine import default_url
+    from resihp.db.models import JobRow
+    from resihp.wrapper.job_folder import find_job
+    from resihp.wrapper.output.ledgers import opened, pinned, url_of
 
     job = pinned(job, ledger)
     with opened(job, ledger) as (reader, row):
@@ -170,10 +171,10 @@ def _export_home(folder: Path) -> Exported:
     """Export all jobs of all ledgers that the jobs of this home write to."""
     from tempfile import TemporaryDirectory
 
-    from db.engine import file_of, resolve
-    from db.exchange import export, import_from
-    from wrapper.job_folder import all_jobs
-    from wrapper.output.ledgers import exists, from_all, urls_of
+    from resihp.db.engine import file_of, resolve
+    from resihp.db.exchange import export, import_from
+    from resihp.wrapper.job_folder import all_jobs
+    from resihp.wrapper.output.ledgers import exists, from_all, urls_of
 
     from_all(None, lambda reader: reader.name)  # brings the ledgers up to date with their journals
     with TemporaryDirectory(prefix="resihp-export-") as temporary:
@@ -200,8 +201,8 @@ def import_jobs(
 
     A journal without --ledger rebuilds its job's lost or damaged ledger.
     """
-    from db.engine import masked
-    from db.exchange import import_from
+    from resihp.db.engine import masked
+    from resihp.db.exchange import import_from
 
     merged = []
     for path in paths:
@@ -222,8 +223,8 @@ def import_jobs(
 def _own_ledger(path: Path) -> str:
     """Return the ledger of the job in this home that wrote this journal. Raises UsageError if there is none."""
     from resihp.record import journal_file
-    from wrapper.job_folder import our_jobs
-    from wrapper.output.ledgers import our_url
+    from resihp.wrapper.job_folder import our_jobs
+    from resihp.wrapper.output.ledgers import our_url
 
     journals = [path, path / "journal"]
     journal = next((candidate for candidate in journals if candidate.is_file() and _begins_as_journal(candidate)), None)
@@ -257,10 +258,10 @@ def prune(
 
     Example: resihp db prune --older-than 90d --keep-every 100 --ledger postgresql://me@host/ledger
     """
-    from db.engine import masked
-    from db.retention import prune as prune_rows
-    from wrapper.job_folder import our_jobs
-    from wrapper.output.ledgers import exists, urls_of
+    from resihp.db.engine import masked
+    from resihp.db.retention import prune as prune_rows
+    from resihp.wrapper.job_folder import our_jobs
+    from resihp.wrapper.output.ledgers import exists, urls_of
 
     before = moment(older_than)
     assert before is not None
@@ -304,12 +305,12 @@ def grant(
     an owner upgrades and prunes the ledger. Earlier rights of the role are
     revoked.
     """
-    from db.engine import masked, resolve
-    from db.grants import statements
-    from wrapper.output.ledgers import our_url
+    from resihp.db.engine import masked, resolve
+    from resihp.db.grants import statements
+    from resihp.wrapper.output.ledgers import our_url
 
     if ledger is None:
-        from wrapper.job_folder import find_job, not_ours, ours
+        from resihp.wrapper.job_folder import find_job, not_ours, ours
 
         job_here = find_job()
         if (own_job := ours(job_here)) is None:

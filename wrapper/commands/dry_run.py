@@ -1,7 +1,7 @@
 """`resihp run --dry-run`: show layout, memory, checkpoint and excluded nodes of a run. Starts and writes nothing.
 
-Input is validated as by `resihp run` itself (`wrapper.commands.run.check`). The model that a script trains is known
-only after the script has run: memory is estimated if an earlier job of this home ran the same command.
+Input is validated as by `resihp run` itself (`resihp.wrapper.commands.run.check`). The model that a script trains is
+known only after the script has run: memory is estimated if an earlier job of this home ran the same command.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from resihp.record.journal import ModelDeclared
 from resihp.scheduler.cost import device_memory, memory
 from resihp.scheduler.planner import first_plan
 from resihp.words import count_of
-from wrapper.commands.run import Checked
-from wrapper.config.run_spec import load
-from wrapper.job_folder import all_jobs
-from wrapper.output.answers import SCHEMA, console, tell, to_json
-from wrapper.output.render import literal
-from wrapper.slurm_tasks.exclusion_lists import known, lists
+from resihp.wrapper.commands.run import Checked
+from resihp.wrapper.config.run_spec import load
+from resihp.wrapper.job_folder import all_jobs
+from resihp.wrapper.output.answers import SCHEMA, console, tell, to_json
+from resihp.wrapper.output.render import literal
+from resihp.wrapper.slurm_tasks.exclusion_lists import known, lists
 
 MAX_JOBS_SEARCHED = 20
 """How many of this home's newest jobs are searched for the same command."""

@@ -1,8 +1,8 @@
 """Finds the nodes that earlier runs of the same Slurm job had drained, and the nodes that died during those runs.
 
 A job that Slurm starts again gets no new allowance of drains. The numbers come from the journals of the earlier runs,
-when a run begins (`wrapper.commands.in_slurm`). A run whose journal cannot be read here counts as if it had used its
-whole allowance. Decides nothing, writes nothing.
+when a run begins (`resihp.wrapper.commands.in_slurm`). A run whose journal cannot be read here counts as if it had used
+its whole allowance. Decides nothing, writes nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import NamedTuple
 from resihp.errors import OwnershipError, ResihpError, UsageError
 from resihp.record.journal import DrainDecided
 from resihp.words import count_of
-from wrapper.config.run_spec import load
-from wrapper.job_folder import Job, runs_of
+from resihp.wrapper.config.run_spec import load
+from resihp.wrapper.job_folder import Job, runs_of
 
 
 class EarlierRuns(NamedTuple):

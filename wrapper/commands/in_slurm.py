@@ -1,7 +1,7 @@
 """Gathers a run's settings for Slurm, and facts about its allocation, once, before anything starts.
 
 Changes nothing in Slurm. Warns early about missing options that would cause failures later. Used by
-`wrapper.commands.run`.
+`resihp.wrapper.commands.run`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from resihp.record.journal import SlurmIdentity
-from slurm import releases
-from slurm.client import Slurm
-from slurm.errors import SlurmError
-from wrapper.commands import earlier_runs
-from wrapper.config.run_spec import SlurmRequest
-from wrapper.config.schema import Configuration
-from wrapper.launch import allocation, batch_script, interfaces
-from wrapper.launch.allocation import Allocation
-from wrapper.slurm_tasks import chain
-from wrapper.slurm_tasks.exclusion_lists import given_all_the_same
+from resihp.slurm import releases
+from resihp.slurm.client import Slurm
+from resihp.slurm.errors import SlurmError
+from resihp.wrapper.commands import earlier_runs
+from resihp.wrapper.config.run_spec import SlurmRequest
+from resihp.wrapper.config.schema import Configuration
+from resihp.wrapper.launch import allocation, batch_script, interfaces
+from resihp.wrapper.launch.allocation import Allocation
+from resihp.wrapper.slurm_tasks import chain
+from resihp.wrapper.slurm_tasks.exclusion_lists import given_all_the_same
 
 
 class InSlurm(NamedTuple):

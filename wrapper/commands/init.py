@@ -21,11 +21,11 @@ import typer
 from resihp.durable_files import replacing
 from resihp.errors import UsageError
 from resihp.words import count_of
-from wrapper.output.answers import message
+from resihp.wrapper.output.answers import message
 
 if TYPE_CHECKING:
-    from slurm.survey import PartitionView, Survey
-    from wrapper.config.schema import Configuration
+    from resihp.slurm.survey import PartitionView, Survey
+    from resihp.wrapper.config.schema import Configuration
 
 JOB_FILE, SCRIPT = "job.toml", "job.sbatch"
 JSON_SCHEMA = 1
@@ -61,7 +61,7 @@ def connect() -> Survey | None:
     """Return a client for this machine's Slurm; None if there is none."""
     if shutil.which("scontrol") is None or shutil.which("sbatch") is None:
         return None
-    from slurm.survey import CommandSurvey
+    from resihp.slurm.survey import CommandSurvey
 
     return CommandSurvey()
 
@@ -80,8 +80,8 @@ def init(
 
     Example: resihp init --nodes 4 -- python train.py
     """
-    from wrapper.config.program import missing_script
-    from wrapper.config.sources import read
+    from resihp.wrapper.config.program import missing_script
+    from resihp.wrapper.config.sources import read
 
     wanted = choose(
         connect(),
@@ -159,7 +159,7 @@ def choose(
 
 def _survey(survey: Survey | None) -> tuple[Sequence[PartitionView], str, list[str]]:
     """Return Slurm's partitions; if there are none, also the reason and notices for the user."""
-    from slurm.errors import SlurmError
+    from resihp.slurm.errors import SlurmError
 
     if survey is None:
         notice = "no Slurm on this machine: the files have default values; on a login node, they come from Slurm"
@@ -219,8 +219,8 @@ def write(wanted: JobFileChoice, folder: Path, *, force: bool) -> tuple[str, str
     """
     import tempfile
 
-    from wrapper.commands.submit import script_of
-    from wrapper.config.sources import read
+    from resihp.wrapper.commands.submit import script_of
+    from resihp.wrapper.config.sources import read
 
     job_file, script = folder / JOB_FILE, folder / SCRIPT
     existing = [str(path) for path in (job_file, script) if os.path.lexists(path)]
@@ -336,7 +336,7 @@ on_warning = {_toml(default.slurm.on_warning)}
 
 def _defaults() -> Configuration:
     """Return the defaults of all keys, whatever files and environment say."""
-    from wrapper.config.schema import Configuration
+    from resihp.wrapper.config.schema import Configuration
 
     return Configuration.model_construct()
 
@@ -386,7 +386,7 @@ def _duration(seconds: float) -> str:
 
 
 def _seconds(text: str | None) -> float | None:
-    from wrapper.config.values import duration
+    from resihp.wrapper.config.values import duration
 
     try:
         return duration(text)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from db.url_passwords import without_password
+from resihp.db.url_passwords import without_password
 from resihp.errors import (
     CheckpointError,
     JobNotFoundError,
@@ -32,8 +32,8 @@ from resihp.errors import (
 )
 from resihp.record.journal import JobEnded, JobSignalled
 from resihp.worker.checkpoints import iteration_of, newest_complete
-from wrapper.config.run_spec import RunRequest, load
-from wrapper.job_folder import (
+from resihp.wrapper.config.run_spec import RunRequest, load
+from resihp.wrapper.job_folder import (
     Job,
     all_jobs,
     find_job,
@@ -45,7 +45,7 @@ from wrapper.job_folder import (
     runs_of,
     write_private,
 )
-from wrapper.strict_modes import read_plain
+from resihp.wrapper.strict_modes import read_plain
 
 RUN_FILE = ".run"
 MAX_COMMAND_CHARACTERS = 200

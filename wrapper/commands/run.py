@@ -14,19 +14,19 @@ from typing import Any
 
 import msgspec
 
-from db.url_passwords import has_password
 from resihp import faults
+from resihp.db.url_passwords import has_password
 from resihp.errors import ResihpError, UsageError
 from resihp.faults import Fault
 from resihp.settings import Detection, ProbeLimits, Settings
+from resihp.slurm.client import Slurm
 from resihp.words import count_of
-from slurm.client import Slurm
-from wrapper import early_signals
-from wrapper.commands import in_slurm
-from wrapper.commands.in_slurm import InSlurm
-from wrapper.commands.operate.last_words import last_words
-from wrapper.commands.operate.outcome import outcome
-from wrapper.commands.resume import (
+from resihp.wrapper import early_signals
+from resihp.wrapper.commands import in_slurm
+from resihp.wrapper.commands.in_slurm import InSlurm
+from resihp.wrapper.commands.operate.last_words import last_words
+from resihp.wrapper.commands.operate.outcome import outcome
+from resihp.wrapper.commands.resume import (
     CompletedError,
     Restart,
     after_restart,
@@ -36,21 +36,21 @@ from wrapper.commands.resume import (
     resumption_if_any,
     run_of,
 )
-from wrapper.config import container, values
-from wrapper.config.program import resolve
-from wrapper.config.run_spec import Container, ListenerSettings, Program, RunRequest
-from wrapper.config.schema import Configuration, DetectSection
-from wrapper.config.shape import Shape, check_layout, check_target, of_allocation, on_this_machine
-from wrapper.config.sources import check_partition, read
-from wrapper.exit_codes import REQUEUE_REQUESTED, TRAINING_BROKEN, TRAINING_FAILED
-from wrapper.job_folder import close_home, create_local_job, create_slurm_job, home
-from wrapper.launch import allocation
-from wrapper.launch.allocation import Allocation
-from wrapper.output.answers import SCHEMA, message, to_json
-from wrapper.sinks import fanout
-from wrapper.slurm_tasks.requeue import end_for_good
-from wrapper.supervisor import guardian
-from wrapper.supervisor.patient_output import never_wait_for
+from resihp.wrapper.config import container, values
+from resihp.wrapper.config.program import resolve
+from resihp.wrapper.config.run_spec import Container, ListenerSettings, Program, RunRequest
+from resihp.wrapper.config.schema import Configuration, DetectSection
+from resihp.wrapper.config.shape import Shape, check_layout, check_target, of_allocation, on_this_machine
+from resihp.wrapper.config.sources import check_partition, read
+from resihp.wrapper.exit_codes import REQUEUE_REQUESTED, TRAINING_BROKEN, TRAINING_FAILED
+from resihp.wrapper.job_folder import close_home, create_local_job, create_slurm_job, home
+from resihp.wrapper.launch import allocation
+from resihp.wrapper.launch.allocation import Allocation
+from resihp.wrapper.output.answers import SCHEMA, message, to_json
+from resihp.wrapper.sinks import fanout
+from resihp.wrapper.slurm_tasks.requeue import end_for_good
+from resihp.wrapper.supervisor import guardian
+from resihp.wrapper.supervisor.patient_output import never_wait_for
 
 CLI_SECTIONS = ("job", "layout", "adapt", "ledger", "checkpoint")
 """Sections of the configuration that have command line options."""
@@ -265,7 +265,7 @@ def check(options: Options, slurm: Slurm | None = None) -> Checked:
 def _check_words(configuration: Configuration) -> None:
     """Raise UsageError for an argument that is not valid text, because it can be neither journaled nor sent. Raise
     LedgerError for an invalid URL of a ledger."""
-    from db.engine import resolve as resolve_ledger
+    from resihp.db.engine import resolve as resolve_ledger
 
     resolve_ledger(configuration.ledger.url, home())
     for part in configuration.job.command:
@@ -275,7 +275,7 @@ def _check_words(configuration: Configuration) -> None:
 
 def _recorded_configuration(configuration: Configuration) -> dict[str, Any]:
     """Return the configuration as journal and ledger store it: without passwords."""
-    from db.engine import masked
+    from resihp.db.engine import masked
 
     recorded = configuration.model_dump(mode="json")
     recorded["ledger"]["url"] = masked(recorded["ledger"]["url"])
@@ -286,7 +286,7 @@ def _slurm() -> Slurm:
     """Return the client for Slurm's commands. Raises UsageError outside of an allocation."""
     if not allocation.job_id(os.environ):
         raise UsageError(allocation.NO_ALLOCATION)
-    from slurm.commands import CommandLine
+    from resihp.slurm.commands import CommandLine
 
     return CommandLine()
 

@@ -1,7 +1,7 @@
 """`resihp submit`: validate a job file, turn it into a batch script and pass the script to sbatch.
 
 The job file is copied to the script's folder, so that later edits do not change a job that is queued or requeued.
-Starts nothing itself; inside the job, `resihp run` finds its nodes (`wrapper.commands.run`).
+Starts nothing itself; inside the job, `resihp run` finds its nodes (`resihp.wrapper.commands.run`).
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 from resihp.errors import ConfigurationError, UsageError
+from resihp.slurm import releases, render
+from resihp.slurm.client import Slurm
+from resihp.slurm.command_call import CLUSTER_CHOICES, sbatch_choices
+from resihp.slurm.errors import SlurmError, SlurmRefusedError, SlurmUnavailableError, SlurmUsageError
 from resihp.words import count_of
-from slurm import releases, render
-from slurm.client import Slurm
-from slurm.command_call import CLUSTER_CHOICES, sbatch_choices
-from slurm.errors import SlurmError, SlurmRefusedError, SlurmUnavailableError, SlurmUsageError
-from wrapper import registry
-from wrapper.config import container
-from wrapper.config.program import resolve
-from wrapper.config.schema import Configuration
-from wrapper.config.shape import check_layout
-from wrapper.config.sources import read
-from wrapper.job_files.registered import user_name
-from wrapper.job_folder import close_home, home, write_private
-from wrapper.sinks.fanout import asked
-from wrapper.slurm_tasks.exclusion_lists import to_avoid
-from wrapper.strict_modes import check_folder
+from resihp.wrapper import registry
+from resihp.wrapper.config import container
+from resihp.wrapper.config.program import resolve
+from resihp.wrapper.config.schema import Configuration
+from resihp.wrapper.config.shape import check_layout
+from resihp.wrapper.config.sources import read
+from resihp.wrapper.job_files.registered import user_name
+from resihp.wrapper.job_folder import close_home, home, write_private
+from resihp.wrapper.sinks.fanout import asked
+from resihp.wrapper.slurm_tasks.exclusion_lists import to_avoid
+from resihp.wrapper.strict_modes import check_folder
 
 ADVICE_ON_REFUSAL = (
     ("invalid partition", "sinfo -o '%P %a %l %D' lists partitions; set partition in [slurm]"),
@@ -163,7 +163,7 @@ def name_of(configuration: Configuration) -> str:
 def _resihp() -> list[str]:
     """Return the command that starts the same installation of resihp on another node."""
     script = Path(sys.executable).parent / "resihp"
-    return [str(script)] if os.access(script, os.X_OK) else [sys.executable, "-P", "-m", "wrapper"]
+    return [str(script)] if os.access(script, os.X_OK) else [sys.executable, "-P", "-m", "resihp"]
 
 
 def _check(configuration: Configuration, chain: int, notice: Callable[[str], None]) -> None:

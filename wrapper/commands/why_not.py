@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from resihp.errors import ResihpError, UsageError
-from wrapper.output.answers import SCHEMA, JobArgument, JsonOption, LedgerOption, console, message, to_json
+from resihp.wrapper.output.answers import SCHEMA, JobArgument, JsonOption, LedgerOption, console, message, to_json
 
 if TYPE_CHECKING:
-    from db.reading.queries import Reader
+    from resihp.db.reading.queries import Reader
 
 Row = dict[str, Any]
 MAX_SUSPICIONS_SHOWN = 5
@@ -40,7 +40,7 @@ def why_not(
 
     Example: resihp why-not 5 local-3
     """
-    from wrapper.output.ledgers import opened, pinned
+    from resihp.wrapper.output.ledgers import opened, pinned
 
     job = pinned(job, ledger)
     with opened(job, ledger) as (reader, row):
@@ -50,7 +50,7 @@ def why_not(
     else:
         from rich.text import Text
 
-        from wrapper.output.render import literal
+        from resihp.wrapper.output.render import literal
 
         screen = console()
         for number, sentence in enumerate(result["verdict"]):
@@ -62,7 +62,7 @@ def answer(reader: Reader, job: Row, rank: int, live: Row | None) -> Row:
 
     Raises UsageError for a rank that the job never had.
     """
-    from db.reading.suspicions import former_suspicions, of_device, place_of
+    from resihp.db.reading.suspicions import former_suspicions, of_device, place_of
 
     worker = _worker(reader, job, rank)
     suspicions = [row for row in reader.rows("suspicions", job["id"]) if rank in row["ranks"]]
@@ -102,8 +102,8 @@ def _supervisor_answer(name: str | None, job: Row, rank: int) -> Row | None:
     import msgspec
 
     from resihp.protocol.messages import AskStanding
-    from wrapper.commands.operate.request import ask
-    from wrapper.job_folder import find_job, ours
+    from resihp.wrapper.commands.operate.request import ask
+    from resihp.wrapper.job_folder import find_job, ours
 
     job_here = ours(find_job(name))
     if job_here is None:
@@ -120,8 +120,8 @@ def _supervisor_answer(name: str | None, job: Row, rank: int) -> Row | None:
 
 def _last_known(reader: Reader, job: Row, rank: int, verdicts: list[Row]) -> Row:
     """Return the same figures as the supervisor's answer from the ledger, if no supervisor can be queried."""
-    from wrapper.commands.status.job_status import detector
-    from wrapper.output.job_history import ranks_in
+    from resihp.wrapper.commands.status.job_status import detector
+    from resihp.wrapper.output.job_history import ranks_in
 
     scores = reader.rows("scores", job["id"], rank=rank, last=1)
     last = scores[-1] if scores else {"iteration": None, "level": None, "evidence": None}
@@ -186,7 +186,7 @@ def _not_judged(result: Row) -> str:
 
 def _figures(result: Row) -> list[str]:
     """Return the sentences with the figures on which the answer is based."""
-    from wrapper.output.render import percent
+    from resihp.wrapper.output.render import percent
 
     figures = []
     if result["evidence"] is not None and result["level"] is not None and not result["slow"]:
@@ -211,7 +211,7 @@ def _figures(result: Row) -> list[str]:
 
 def _history(result: Row) -> list[str]:
     """Return sentences on the rank's suspicions and verdicts, in this job and in earlier jobs."""
-    from wrapper.output.render import percent
+    from resihp.wrapper.output.render import percent
 
     events = []
     for row in result["suspicions"][-MAX_SUSPICIONS_SHOWN:]:

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from resihp.errors import ConfigurationError
-from wrapper.config.run_spec import Container
-from wrapper.config.values import expanded
+from resihp.wrapper.config.run_spec import Container
+from resihp.wrapper.config.values import expanded
 
 if TYPE_CHECKING:  # agents never check a configuration, and start faster without this import
-    from wrapper.config.schema import ContainerSection
+    from resihp.wrapper.config.schema import ContainerSection
 
 IMAGE_SUFFIXES = {"apptainer": (".sif", ".img", ".sqsh", ".squashfs"), "enroot": (".sqsh", ".squashfs")}
 

@@ -16,8 +16,8 @@ from itertools import dropwhile
 from pathlib import Path
 
 from resihp.errors import UsageError
-from wrapper.config.run_spec import Program
-from wrapper.launch.launcher import own_environment
+from resihp.wrapper.config.run_spec import Program
+from resihp.wrapper.launch.launcher import own_environment
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 _HARMLESS = frozenset("uB")

@@ -14,8 +14,8 @@ from resihp.errors import UsageError
 from resihp.record.journal import SlurmIdentity
 from resihp.settings import Settings
 from resihp.worker.forkserver import PRELOADED_MODULES
-from wrapper.job_folder import Job, OurJob, write_private
-from wrapper.launch.ports import Ports
+from resihp.wrapper.job_folder import Job, OurJob, write_private
+from resihp.wrapper.launch.ports import Ports
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +33,7 @@ class SlurmRequest(msgspec.Struct, frozen=True, kw_only=True):
     set.
 
     Counts are per node; None if unknown. `host_names`: for each node, the name by which Slurm reaches it. `job_id`,
-    `number`: as in `wrapper.launch.allocation.Allocation`; an empty number means that it equals the id.
+    `number`: as in `resihp.wrapper.launch.allocation.Allocation`; an empty number means that it equals the id.
     """
 
     job_id: str
@@ -69,8 +69,8 @@ class Container(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListenerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The listeners of a job (`wrapper.sinks.fanout`). Paths are absolute; 0 or an empty string means that a listener
-    is off.
+    """The listeners of a job (`resihp.wrapper.sinks.fanout`). Paths are absolute; 0 or an empty string means that a
+    listener is off.
 
     `webhook` may be secret: only the owner can read this file, and we write the URL nowhere else.
     """

@@ -1,7 +1,7 @@
 """Keys of `job.toml`, their limits and their defaults, as one typed tree.
 
 Decides which values are valid each by itself. A key that is a setting of the controller has the default that
-`resihp.settings` gives it. Reads no file: `wrapper.config.sources` fills the tree from the user's files, the
+`resihp.settings` gives it. Reads no file: `resihp.wrapper.config.sources` fills the tree from the user's files, the
 environment and the command line.
 """
 
@@ -28,7 +28,7 @@ from pydantic_settings import (
 )
 
 from resihp.settings import PlannerName, Settings
-from wrapper.config import values
+from resihp.wrapper.config import values
 
 ENV_PREFIX = "RESIHP_"
 ENV_SEPARATOR = "__"
@@ -300,7 +300,7 @@ class SiteSection(Section):
     """[site], in /etc/resihp.toml only: limits for the jobs of all users."""
 
     drains: int | None = Field(default=None, ge=0)
-    """Highest `slurm.drains`."""
+    """Highest `resihp.slurm.drains`."""
     drained: int | None = Field(default=None, ge=0)
     """How many nodes of the cluster may be drained with our reason at a time, by all jobs; the hook has --drained."""
     replacements: int | None = Field(default=None, ge=0)
@@ -312,7 +312,7 @@ class SiteSection(Section):
 
 
 class Configuration(BaseSettings):
-    """Effective configuration of one run, made by `wrapper.config.sources.read`."""
+    """Effective configuration of one run, made by `resihp.wrapper.config.sources.read`."""
 
     model_config = SettingsConfigDict(
         extra="forbid",

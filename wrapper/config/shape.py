@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from resihp.errors import ConfigurationError, LayoutError, UsageError
 from resihp.faults import LINK_MS, LINKS_NEED_TIMES, Fault
-from wrapper.config.run_spec import virtual_nodes
-from wrapper.config.schema import Configuration, LayoutSection
-from wrapper.launch.allocation import Allocation
+from resihp.wrapper.config.run_spec import virtual_nodes
+from resihp.wrapper.config.schema import Configuration, LayoutSection
+from resihp.wrapper.launch.allocation import Allocation
 
 
 @dataclass(frozen=True)

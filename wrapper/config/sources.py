@@ -4,7 +4,8 @@
 
 and defaults last. No key is ever ignored: an unknown key is an error that names the nearest valid key and its source,
 and a key that this version does not act upon is refused. The [site] section of `/etc/resihp.toml` limits all other
-sources; [site] is refused anywhere else. Keys and their defaults: `wrapper.config.schema`. Called by the commands.
+sources; [site] is refused anywhere else. Keys and their defaults: `resihp.wrapper.config.schema`. Called by the
+commands.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from resihp.errors import ConfigurationError
-from wrapper.config.schema import ENV_PREFIX, ENV_SEPARATOR, Configuration, Section
-from wrapper.strict_modes import other_owner
+from resihp.wrapper.config.schema import ENV_PREFIX, ENV_SEPARATOR, Configuration, Section
+from resihp.wrapper.strict_modes import other_owner
 
 SITE_FILE = Path("/etc/resihp.toml")
 """The administrator's file, and the only source of [site]."""

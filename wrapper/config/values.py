@@ -2,7 +2,7 @@
 explanation.
 
 Names and options end up in batch scripts. So a value is refused if a shell or sbatch would treat one of its characters
-as special. Used by `wrapper.config.schema`.
+as special. Used by `resihp.wrapper.config.schema`.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def textfile(path: str) -> str:
 
 def webhook(url: SecretStr) -> SecretStr:
     """Return the URL if documents can be POSTed to it. Raises ValueError, which does not repeat the URL."""
-    from wrapper.sinks.hooks import checked
+    from resihp.wrapper.sinks.hooks import checked
 
     if url.get_secret_value():
         checked(url.get_secret_value())
@@ -224,7 +224,7 @@ def webhook(url: SecretStr) -> SecretStr:
 
 def known_events(names: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names if all are names of hook events. Raises ValueError that lists the valid events."""
-    from wrapper.sinks.hooks import EVENT_ENTRIES
+    from resihp.wrapper.sinks.hooks import EVENT_ENTRIES
 
     for name in names:
         if name not in EVENT_ENTRIES:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-from wrapper import registry
+from resihp.wrapper import registry
 
 MAX_PROGRESS_BYTES = 64 << 10
 """Largest progress.json that is read, in bytes; ours have a few thousand."""

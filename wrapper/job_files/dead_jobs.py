@@ -15,10 +15,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from resihp.errors import LedgerError, ProtocolError
-from wrapper.job_files.job import OurJob, is_succeeded, take_lock
-from wrapper.job_files.journals import has_ended, is_journal_of
-from wrapper.job_files.registered import note_end
-from wrapper.strict_modes import is_own, read_plain, write_private
+from resihp.wrapper.job_files.job import OurJob, is_succeeded, take_lock
+from resihp.wrapper.job_files.journals import has_ended, is_journal_of
+from resihp.wrapper.job_files.registered import note_end
+from resihp.wrapper.strict_modes import is_own, read_plain, write_private
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -103,7 +103,7 @@ def _write_end(job: OurJob, path: Path, reason: str) -> None:
     except LedgerError as error:
         _warn(f"the end of job {job.name} is not in its ledger: {error}")
     if url is not None:
-        from db.writing.catch_up import catch_up
+        from resihp.db.writing.catch_up import catch_up
 
         catch_up(url, job.folder, path)
 

@@ -1,6 +1,7 @@
 """The home of jobs: the folder that RESIHP_HOME names, or else `.resihp` in the current folder.
 
-Decides which folder is the home. Creates nothing. Used by `wrapper.job_folder` and by commands that name the home.
+Decides which folder is the home. Creates nothing. Used by `resihp.wrapper.job_folder` and by commands that name the
+home.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import shlex
 from pathlib import Path
 
 from resihp.errors import OwnershipError
-from wrapper.strict_modes import other_owner
+from resihp.wrapper.strict_modes import other_owner
 
 
 def home() -> Path:

@@ -2,7 +2,7 @@
 
 Decides whether a job is ours, whether it has a leader, and which journal belongs to it. Every function that writes
 takes an `OurJob`, and `ours` is the only way to turn a `Job` into one. Never contacts a running job. Used through
-`wrapper.job_folder`.
+`resihp.wrapper.job_folder`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import msgspec
 
 from resihp.errors import JobNotFoundError, LedgerError, OwnershipError
 from resihp.process import identity
-from wrapper import registry
-from wrapper.file_locks import LOCK_NAME, lock_file
-from wrapper.job_files.contents import (
+from resihp.wrapper import registry
+from resihp.wrapper.file_locks import LOCK_NAME, lock_file
+from resihp.wrapper.job_files.contents import (
     MAX_EXIT_CODE_BYTES,
     MAX_PROGRESS_BYTES,
     READ_ERRORS,
@@ -31,9 +31,9 @@ from wrapper.job_files.contents import (
     ProgressFile,
     SupervisorFile,
 )
-from wrapper.job_files.journals import best_of
-from wrapper.job_files.registered import note_figures
-from wrapper.strict_modes import (
+from resihp.wrapper.job_files.journals import best_of
+from resihp.wrapper.job_files.registered import note_figures
+from resihp.wrapper.strict_modes import (
     check_above,
     check_folder,
     check_links,
@@ -260,7 +260,7 @@ class OurJob(Job):
         Connection parameters that `check_stored` refuses are accepted if the registry has the same URL, because then
         this user gave them when the job began.
         """
-        from db.engine import check_stored, file_of, masked, resolve
+        from resihp.db.engine import check_stored, file_of, masked, resolve
 
         if (url := self.read().ledger) is None:
             return None
@@ -280,7 +280,7 @@ class OurJob(Job):
 
     def set_ledger(self, url: str) -> None:
         """Record the URL of the job's ledger, for commands that read the ledger."""
-        from db.engine import masked
+        from resihp.db.engine import masked
 
         self._change(ledger=url)
         note_figures(self, is_started=True, ledger=masked(url))

@@ -1,7 +1,7 @@
 """A job's entry in the user's registry: written when the job begins, and updated while it runs and when it has ended.
 
 Decides the content of the entry. Nothing depends on the entry, and a registry that cannot be written stops nothing.
-Called by `job`, by `dead_jobs`, by `wrapper.job_folder`, and by the supervisor at the job's end.
+Called by `job`, by `dead_jobs`, by `resihp.wrapper.job_folder`, and by the supervisor at the job's end.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from resihp.errors import JobNotFoundError, ProtocolError
-from wrapper import registry
+from resihp.wrapper import registry
 
 if TYPE_CHECKING:
-    from wrapper.job_files.contents import JobFile
-    from wrapper.job_files.job import Job, OurJob
+    from resihp.wrapper.job_files.contents import JobFile
+    from resihp.wrapper.job_files.job import Job, OurJob
 
 NEVER_BEGAN = "never began"
 """State of a job that ended before it had a supervisor."""

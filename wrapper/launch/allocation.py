@@ -1,7 +1,7 @@
 """The Slurm allocation of this environment: its nodes, their resources, and their addresses.
 
 `find` reads the variables that Slurm set when the job began; later changes, such as a lost node, are not in them. It
-never starts or changes anything. Used by `resihp run` (`wrapper.commands.run`), and by processes that listen for
+never starts or changes anything. Used by `resihp run` (`resihp.wrapper.commands.run`), and by processes that listen for
 connections of other nodes.
 """
 
@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from resihp.errors import UsageError
-from slurm.client import Slurm
-from slurm.errors import SlurmError
-from wrapper.launch.batch_script import options
+from resihp.slurm.client import Slurm
+from resihp.slurm.errors import SlurmError
+from resihp.wrapper.launch.batch_script import options
 
 NO_ALLOCATION = (
     "not in a Slurm allocation: resihp submit job.toml submits a job, resihp submit job.toml --dry-run > job.sbatch "

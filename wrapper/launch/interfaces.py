@@ -2,7 +2,7 @@
 
 `interface` selects the interfaces of the workers (NCCL, gloo), and `control` those of resihp's own connections. Each is
 a list of names or of beginnings of names, such as `ib0` or `ib,eth1`, because nodes may number their interfaces
-differently. Used by `wrapper.commands.run`, `wrapper.agent.process`, and the doctor.
+differently. Used by `resihp.wrapper.commands.run`, `resihp.wrapper.agent.process`, and the doctor.
 """
 
 from __future__ import annotations

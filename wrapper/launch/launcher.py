@@ -1,7 +1,7 @@
 """Launchers start agents and report their exits at once. `LocalLauncher` starts them as processes of this machine, on
 virtual nodes.
 
-Used only by the supervisor. Under Slurm, `wrapper.launch.slurm_launcher` does the same with one `srun` step.
+Used only by the supervisor. Under Slurm, `resihp.wrapper.launch.slurm_launcher` does the same with one `srun` step.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Protocol
 
 from resihp.protocol.channels import LocalChannel
+from resihp.slurm import command_call
 from resihp.worker.forkserver import Serve
-from slurm import command_call
-from wrapper.job_folder import Job
-from wrapper.strict_modes import private
+from resihp.wrapper.job_folder import Job
+from resihp.wrapper.strict_modes import private
 
 NO_JOB_STATUS = 3
 """Exit status of an agent that cannot read the run file, because the job's folder does not exist on its node."""
@@ -76,8 +76,8 @@ class LocalLauncher:
     worker_environment: Mapping[str, str] = {"GLOO_SOCKET_IFNAME": "lo"}
 
     def __init__(self, job: Job, run_file: Path, nodes: int, preloading: socket.socket | None = None) -> None:
-        """`preloading`: socket of the process that forks a fork server for each node (`wrapper.launch.preloading`);
-        None if there is none."""
+        """`preloading`: socket of the process that forks a fork server for each node
+        (`resihp.wrapper.launch.preloading`); None if there is none."""
         self._preloading = None if preloading is None else LocalChannel(preloading)
         self._job = job
         self._run_file = run_file
@@ -94,7 +94,16 @@ class LocalLauncher:
             self._preloading.close()
 
     async def _start(self, node: str, port: int) -> asyncio.subprocess.Process:
-        command = [sys.executable, "-P", "-m", "wrapper.agent.process", "--run", str(self._run_file), "--node", node]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "resihp.wrapper.agent.process",
+            "--run",
+            str(self._run_file),
+            "--node",
+            node,
+        ]
         command += ["--supervisor", f"{self.host}:{port}"]
         agents, servers = socket.socketpair()
         forks = () if self._preloading is None else (agents.fileno(),)

@@ -21,9 +21,9 @@ from contextlib import contextmanager, suppress
 
 from resihp.protocol.channels import LocalChannel
 from resihp.worker.forkserver import ONE_THREAD, PRELOADED_MODULES, Serve
-from wrapper.config.run_spec import RunRequest
-from wrapper.launch.launcher import own_environment
-from wrapper.strict_modes import private
+from resihp.wrapper.config.run_spec import RunRequest
+from resihp.wrapper.launch.launcher import own_environment
+from resihp.wrapper.strict_modes import private
 
 FOR_TESTS = "RESIHP_FORK_SERVER"
 EXIT_TIMEOUT_S = 2.0

@@ -6,7 +6,7 @@ agent's exit status is taken from srun's messages if they report it. Slurm's mes
 because broken connections show it sooner. The user cannot kill one node's part of a step, except through the agent
 itself.
 
-Used by the supervisor under Slurm, in place of `wrapper.launch.launcher.LocalLauncher`. Decides nothing.
+Used by the supervisor under Slurm, in place of `resihp.wrapper.launch.launcher.LocalLauncher`. Decides nothing.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from resihp.errors import ResihpError
-from wrapper.config.run_spec import RunRequest
-from wrapper.launch.launcher import EXECVE_FAILED, NO_JOB_STATUS, NOT_LAUNCHED, AgentEnded, own_environment
-from wrapper.strict_modes import private, write_private
+from resihp.wrapper.config.run_spec import RunRequest
+from resihp.wrapper.launch.launcher import EXECVE_FAILED, NO_JOB_STATUS, NOT_LAUNCHED, AgentEnded, own_environment
+from resihp.wrapper.strict_modes import private, write_private
 
 Say = Callable[[Literal["warning", "error"], str], None]
 
@@ -87,7 +87,7 @@ def step_command(request: RunRequest, address: str, *, srun: str = "srun") -> li
         sys.executable,
         "-P",
         "-m",
-        "wrapper.agent.process",
+        "resihp.wrapper.agent.process",
         "--run",
         run_file,
         "--node",

@@ -72,7 +72,7 @@ def moment(text: str | None, now: datetime | None = None) -> datetime | None:
 def for_stdout(text: str) -> str:
     """Return `text` as it is printed to stdout. On a terminal, control characters from a log, a ledger or a file name
     are escaped; a pipe or a file gets the text unchanged, because the reader wants the data."""
-    from wrapper.output.render import literal
+    from resihp.wrapper.output.render import literal
 
     return literal(text) if sys.stdout.isatty() else text
 
@@ -107,14 +107,14 @@ def message(text: str) -> None:
     Control characters are escaped, and lines after the first are indented, because the text may quote anything: a job's
     name must not control the terminal, or look like another message of resihp.
     """
-    from wrapper.output.render import literal
+    from resihp.wrapper.output.render import literal
 
     print("resihp: " + literal(text).replace("\n", "\n  "), file=sys.stderr)
 
 
 def tell(screen: Console, text: str) -> None:
     """Print a sentence on `screen`: wrapped between words on a terminal, on one line elsewhere."""
-    from wrapper.output.render import literal
+    from resihp.wrapper.output.render import literal
 
     screen.print(literal(text), soft_wrap=not screen.is_terminal)
 

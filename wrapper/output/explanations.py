@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from resihp.parallelism.layout import spans
-from wrapper.output.render import duration
+from resihp.wrapper.output.render import duration
 
 if TYPE_CHECKING:
     from resihp.scheduler.explained.explanation import Explanation, Healthy, Limiting

@@ -3,8 +3,8 @@ with torchrun.
 
 For a script that trains with resihp, the console shows iterations instead, and the output of rank 0 is only in the
 logs, as for all ranks. This module follows the log in the job's folder in a separate thread, so that a folder that
-hangs blocks nothing else. It is a listener of the job (`wrapper.sinks.fanout`). `wrapper.sinks.terminal` gets the lines
-and decides whether to show them.
+hangs blocks nothing else. It is a listener of the job (`resihp.wrapper.sinks.fanout`). `resihp.wrapper.sinks.terminal`
+gets the lines and decides whether to show them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from resihp.record.journal import ModelDeclared, Record, WorkerStarted
-from wrapper.output.tail import GrowingFiles
+from resihp.wrapper.output.tail import GrowingFiles
 
 LOOK_EVERY_S = 0.2
 MAX_LINES = 10_000

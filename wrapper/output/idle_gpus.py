@@ -1,8 +1,8 @@
 """Names the GPUs of a job that have no work, with their nodes and the reasons, in one line. Pure.
 
 Called by the live view, `resihp status`, `history cost` and `report`, with the job's history; no other module names
-idle GPUs. Their cost is computed by `db.reading.costs.cost_accounts`, as `idle` and `capacity`. Counted are the GPUs
-that the job was given, including spares, and those of lost nodes that were not replaced.
+idle GPUs. Their cost is computed by `resihp.db.reading.costs.cost_accounts`, as `idle` and `capacity`. Counted are the
+GPUs that the job was given, including spares, and those of lost nodes that were not replaced.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from resihp.record.describe import rank_list
 from resihp.words import natural
-from wrapper.output.job_history import Device, JobHistory, PastFailure
+from resihp.wrapper.output.job_history import Device, JobHistory, PastFailure
 
 MAX_GROUPS = 6
 """Most groups of GPUs that are described; further groups are only counted."""

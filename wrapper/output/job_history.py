@@ -21,8 +21,8 @@ from resihp.record.fold import is_unfit_after
 from resihp.record.recovery import Moments, RecoveryTimes, first_of, recovery
 
 if TYPE_CHECKING:
-    from db.reading.reader import Reader
-    from db.reading.watched import WatchedRows
+    from resihp.db.reading.reader import Reader
+    from resihp.db.reading.watched import WatchedRows
     from resihp.parallelism.layout import Layout
     from resihp.parallelism.plan import Plan
 
@@ -120,7 +120,7 @@ class PastPlan:
     @cached_property
     def ranks(self) -> RanksByRole:
         if self.plan is None:
-            from db import layouts
+            from resihp.db import layouts
 
             return RanksByRole(*layouts.ranks_of(self.layout_json))
         return RanksByRole(frozenset(self.plan.computing), frozenset(self.plan.layout.standby), self.plan.mirroring)
@@ -128,7 +128,7 @@ class PastPlan:
     @cached_property
     def layout(self) -> Layout:
         if self.plan is None:
-            from db import layouts
+            from resihp.db import layouts
 
             return layouts.from_json(self.layout_json)
         return self.plan.layout
@@ -174,9 +174,9 @@ class JobHistory:
     @classmethod
     def of_ledger(cls, reader: Reader, job: Row, rows: WatchedRows | None = None) -> JobHistory:
         """Return the history of a job from its ledger. `job`: the job's row; `rows`: the result of
-        `db.reading.watched.read`, if the caller has it already."""
-        from db.reading import watched
-        from db.reading.tables import object_in
+        `resihp.db.reading.watched.read`, if the caller has it already."""
+        from resihp.db.reading import watched
+        from resihp.db.reading.tables import object_in
 
         rows = rows or watched.read(reader, job)
         history = cls(running=job["state"] == "running")
@@ -283,7 +283,9 @@ class JobHistory:
                     self.failures[entry.failure] = self.failures[entry.failure]._replace(ended=True)
 
     def _request(self, configuration: object) -> None:
-        from db.reading.costs.goodput import devices_of  # slow to import, and read with every configuration with hooks
+        from resihp.db.reading.costs.goodput import (
+            devices_of,  # slow to import, and read with every configuration with hooks
+        )
 
         self.gpus_requested = devices_of(self.nodes_requested, self.gpus_per_node, configuration)
 

@@ -2,9 +2,9 @@
 this home.
 
 Jobs of this user are brought up to date first. If a job lost its supervisor, its end is recorded
-(`wrapper.job_files.dead_jobs`). If a job is over and its ledger lags behind the journal, the missing records are added.
-For another user's job, only the ledger file in its folder is read, unchanged, whatever its job.json says. Used by the
-commands that read ledgers.
+(`resihp.wrapper.job_files.dead_jobs`). If a job is over and its ledger lags behind the journal, the missing records are
+added. For another user's job, only the ledger file in its folder is read, unchanged, whatever its job.json says. Used
+by the commands that read ledgers.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from resihp.errors import JobNotFoundError, LedgerError, ResihpError
-from wrapper.strict_modes import read_plain
+from resihp.wrapper.strict_modes import read_plain
 
 if TYPE_CHECKING:
-    from db.reading.queries import Reader
-    from wrapper.job_folder import Job, OurJob
+    from resihp.db.reading.queries import Reader
+    from resihp.wrapper.job_folder import Job, OurJob
 
 Answer = TypeVar("Answer")
 Row = dict[str, Any]
@@ -37,14 +37,14 @@ def opened(job: str | None, ledger: str | None) -> Iterator[tuple[Reader, dict[s
     Without `ledger`, or with `sqlite`, the job is searched first in this home, then in the user's other homes, and its
     own ledger is opened.
     """
-    from db.reading.queries import Reader
+    from resihp.db.reading.queries import Reader
 
     if ledger is not None and ledger != "sqlite":
         with Reader.open(ledger) as reader:
             yield reader, reader.job(job)
         return
-    from wrapper.job_files.dead_jobs import finish_dead_job
-    from wrapper.job_folder import find_job, ours
+    from resihp.wrapper.job_files.dead_jobs import finish_dead_job
+    from resihp.wrapper.job_folder import find_job, ours
 
     job_here = find_job(job)
     url = url_of(job_here) if ledger is None else _own_url(job_here)
@@ -73,7 +73,7 @@ def opened(job: str | None, ledger: str | None) -> Iterator[tuple[Reader, dict[s
 def pinned(job: str | None, ledger: str | None) -> str | None:
     """Return a name that identifies the same job in all later queries, even if other jobs begin meanwhile: the job's
     folder or, if a ledger was named, the job's name."""
-    from wrapper.job_folder import find_job
+    from resihp.wrapper.job_folder import find_job
 
     return job if ledger is not None and ledger != "sqlite" else str(find_job(job).folder)
 
@@ -90,7 +90,7 @@ def row_of(reader: Reader, job: Job) -> Row:
     The row is found by the id in the first record of the journal or, if the journal is on another machine, by host and
     start time. Raises JobNotFoundError.
     """
-    from wrapper.job_folder import id_of, ours
+    from resihp.wrapper.job_folder import id_of, ours
 
     if (uuid := id_of(job)) is not None:
         return reader.job(job.name, uuid=uuid)
@@ -108,7 +108,7 @@ def both(first: str, second: str, ledger: str | None) -> Iterator[tuple[tuple[Re
 
 
 def _own_url(job: Job) -> str:
-    from db.engine import default_url
+    from resihp.db.engine import default_url
 
     return default_url(job.folder)
 
@@ -116,7 +116,7 @@ def _own_url(job: Job) -> str:
 def url_of(job: Job) -> str:
     """Return the URL of a job's ledger. For a job of ours, it is in job.json; for another user's job, it is always the
     file in the job's folder."""
-    from wrapper.job_folder import ours
+    from resihp.wrapper.job_folder import ours
 
     own = ours(job)
     return _own_url(job) if own is None else our_url(own)
@@ -132,7 +132,7 @@ def urls_of(jobs: Iterable[Job], *, quiet: bool = False) -> tuple[list[str], int
 
     A job with an unknown URL is left out, with a warning on stderr unless `quiet`.
     """
-    from wrapper.output.answers import message
+    from resihp.wrapper.output.answers import message
 
     urls: dict[str, None] = {}
     left_out = 0
@@ -147,7 +147,7 @@ def urls_of(jobs: Iterable[Job], *, quiet: bool = False) -> tuple[list[str], int
 
 
 def exists(url: str) -> bool:
-    from db.engine import file_of, resolve
+    from resihp.db.engine import file_of, resolve
 
     file = file_of(resolve(url))
     return file is None or os.path.lexists(file)
@@ -158,7 +158,7 @@ def _bring_up_to_date(job: OurJob, url: str) -> None:
 
     If a newer resihp wrote the ledger, this version may be unable to write it: then it stays unchanged, with a warning.
     """
-    from db.reading.queries import Reader
+    from resihp.db.reading.queries import Reader
 
     if not job.is_over:
         return
@@ -173,9 +173,9 @@ def _bring_up_to_date(job: OurJob, url: str) -> None:
                     return
             except JobNotFoundError:
                 pass
-    from db.migrate import only_readable
-    from db.writing.catch_up import catch_up
-    from wrapper.output.answers import message
+    from resihp.db.migrate import only_readable
+    from resihp.db.writing.catch_up import catch_up
+    from resihp.wrapper.output.answers import message
 
     if exists(url) and (why := only_readable(url)):
         message(f"warning: {why}; job {job.name} is shown without its last records")
@@ -195,13 +195,13 @@ def from_all(ledger: str | None, ask: Callable[[Reader], Answer], *, quiet: bool
     JobNotFoundError if the home has no job. Raises LedgerError if the named ledger, or every ledger of the home, cannot
     be read, as missing data must not look like a past without failures.
     """
-    from db.reading.queries import Reader
-    from wrapper.output.answers import message
+    from resihp.db.reading.queries import Reader
+    from resihp.wrapper.output.answers import message
 
     if ledger is not None and ledger != "sqlite":
         with Reader.open(ledger) as reader:
             return [ask(reader)]
-    from wrapper.job_folder import all_jobs, home, named, no_job_here, other_homes
+    from resihp.wrapper.job_folder import all_jobs, home, named, no_job_here, other_homes
 
     jobs = all_jobs()
     if not jobs:
@@ -240,8 +240,8 @@ class _Servers:
 
     def check(self, url: str) -> None:
         """Raise LedgerError if the URL is a ledger on a server, and it cannot be opened."""
-        from db.engine import file_of, resolve
-        from db.reading.queries import Reader
+        from resihp.db.engine import file_of, resolve
+        from resihp.db.reading.queries import Reader
 
         if url not in self._tried:
             self._tried[url] = None
@@ -266,8 +266,8 @@ def attempts_here(ledger: str | None, run: str | None = None) -> list[dict[str, 
 
     Empty if a `ledger` was named, as it has all attempts itself. A ledger that cannot be read is left out.
     """
-    from db.reading.queries import Reader
-    from wrapper.job_folder import all_jobs
+    from resihp.db.reading.queries import Reader
+    from resihp.wrapper.job_folder import all_jobs
 
     if ledger is not None and ledger != "sqlite":
         return []
@@ -292,9 +292,9 @@ def attempts_here(ledger: str | None, run: str | None = None) -> list[dict[str, 
 def _caught_up(job: Job, servers: _Servers, *, own: bool) -> str:
     """Return the URL of a job's ledger, after bringing the ledger up to date with the journal, if it lacks the job's
     end."""
-    from db.reading.queries import Reader
-    from wrapper.job_files.dead_jobs import finish_dead_job
-    from wrapper.job_folder import ours
+    from resihp.db.reading.queries import Reader
+    from resihp.wrapper.job_files.dead_jobs import finish_dead_job
+    from resihp.wrapper.job_folder import ours
 
     url = _own_url(job) if own else url_of(job)
     servers.check(url)
@@ -315,7 +315,7 @@ def _caught_up(job: Job, servers: _Servers, *, own: bool) -> str:
 
 
 def _no_ledger(job: Job) -> str:
-    from wrapper.job_folder import ours
+    from resihp.wrapper.job_folder import ours
 
     if ours(job) is None:
         return (

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from wrapper.output.render import duration
+from resihp.wrapper.output.render import duration
 
 Row = dict[str, Any]
 

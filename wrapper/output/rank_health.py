@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from resihp.parallelism.layout import Layout
-    from wrapper.output.job_history import JobHistory
-    from wrapper.output.render import Health
+    from resihp.wrapper.output.job_history import JobHistory
+    from resihp.wrapper.output.render import Health
 
 
 def rank_health(history: JobHistory, layout: Layout | None, stopped: Collection[int] = ()) -> dict[int, Health]:

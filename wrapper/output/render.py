@@ -1,7 +1,7 @@
 """Parts of terminal output: the layout grid with each rank's health, durations, counts, escaped text.
 
-Used by `wrapper.sinks.terminal` and `wrapper.commands`. Decides nothing. Rich markup is never interpreted: names and
-reasons come from outside and are printed literally.
+Used by `resihp.wrapper.sinks.terminal` and `resihp.wrapper.commands`. Decides nothing. Rich markup is never
+interpreted: names and reasons come from outside and are printed literally.
 """
 
 from __future__ import annotations

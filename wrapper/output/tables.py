@@ -4,7 +4,7 @@ First, text is wrapped: at blanks, and in long names after `-`, `_`, `/` and the
 message, but never columns that identify a row. Finally each row is printed as several lines, a heading and a cell in
 each line. No cell is ever cut off. A pipe has unlimited width (`answers.console`).
 
-Cells are printed literally, never interpreted as markup. Called by `wrapper.commands`.
+Cells are printed literally, never interpreted as markup. Called by `resihp.wrapper.commands`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from wrapper.output.answers import message
-from wrapper.output.render import literal
+from resihp.wrapper.output.answers import message
+from resihp.wrapper.output.render import literal
 
 if TYPE_CHECKING:
     from rich.console import Console

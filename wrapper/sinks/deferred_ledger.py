@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from resihp.errors import ResihpError
 
 if TYPE_CHECKING:
-    from db.telemetry import report_rows
-    from db.writer import Ledger
+    from resihp.db.telemetry import report_rows
+    from resihp.db.writer import Ledger
     from resihp.record.journal import Record
 
 FIRST_TRY_S = 3.0
@@ -31,7 +31,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class DeferredLedger:
-    """Ledger that opens in the background and then passes everything on to `db.writer.Ledger`.
+    """Ledger that opens in the background and then passes everything on to `resihp.db.writer.Ledger`.
 
     `opened` opens the ledger; the first attempt is made after `pause_s`, by default `FIRST_TRY_S`. `warn` reports
     errors, and may be called from another thread.

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from resihp.errors import ConfigurationError
-from wrapper.config.run_spec import ListenerSettings, RunRequest
-from wrapper.config.values import expanded
+from resihp.wrapper.config.run_spec import ListenerSettings, RunRequest
+from resihp.wrapper.config.values import expanded
 
 if TYPE_CHECKING:
-    from db.telemetry import report_rows
+    from resihp.db.telemetry import report_rows
     from resihp.record.journal import Record
-    from wrapper.config.schema import Configuration
-    from wrapper.output.job_history import JobHistory
-    from wrapper.sinks.figures import Figures
-    from wrapper.sinks.metrics import Outside
+    from resihp.wrapper.config.schema import Configuration
+    from resihp.wrapper.output.job_history import JobHistory
+    from resihp.wrapper.sinks.figures import Figures
+    from resihp.wrapper.sinks.metrics import Outside
 
 CLOSE_TIMEOUT_S = 5.0
 """How long the end of a job waits for all of its listeners together."""
@@ -37,7 +37,7 @@ _log = logging.getLogger("resihp.listeners")
 
 
 class LedgerLike(Protocol):
-    """The part of `db.writer.Ledger` that a supervisor uses."""
+    """The part of `resihp.db.writer.Ledger` that a supervisor uses."""
 
     def submit(self, record: Record) -> None: ...
     def telemetry(self, rows: list[report_rows.Report]) -> None: ...
@@ -96,19 +96,19 @@ def asked(configuration: Configuration) -> ListenerSettings:
                 "or leave it out"
             )
     if metrics.tensorboard:
-        from wrapper.sinks.tensorboard import check
+        from resihp.wrapper.sinks.tensorboard import check
 
         check()
     traces = False
     if metrics.traces:
-        from wrapper.sinks.tracing.traces import asked_of
+        from resihp.wrapper.sinks.tracing.traces import asked_of
 
         traces = asked_of(os.environ)
     webhook = hooks.webhook.get_secret_value()
     if webhook and hooks.webhook_file:
         raise ConfigurationError("[hooks] webhook_file: webhook is set too; leave one of them out")
     if hooks.webhook_file:
-        from wrapper.sinks.hooks import url_in
+        from resihp.wrapper.sinks.hooks import url_in
 
         url_in(expanded(hooks.webhook_file).absolute())
     return ListenerSettings(
@@ -184,7 +184,7 @@ def _hooks(
     wanted = request.listening
     if not (wanted.command or wanted.webhook or wanted.webhook_file):
         return []
-    from wrapper.sinks.hooks import Hook, command, url_in, webhook
+    from resihp.wrapper.sinks.hooks import Hook, command, url_in, webhook
 
     ways: dict[str, Callable[[bytes], None]] = {}
     if wanted.command:
@@ -205,7 +205,7 @@ def _hooks(
 
 
 def _figures(past: Sequence[Record]) -> Figures:
-    from wrapper.sinks.figures import followed
+    from resihp.wrapper.sinks.figures import followed
 
     return followed(past)
 
@@ -213,7 +213,7 @@ def _figures(past: Sequence[Record]) -> Figures:
 def _tensorboard(request: RunRequest, say: Callable[[str], None], past: Callable[[], Figures]) -> list[Listener]:
     if not request.listening.tensorboard:
         return []
-    from wrapper.sinks.tensorboard import TensorBoard
+    from resihp.wrapper.sinks.tensorboard import TensorBoard
 
     return [TensorBoard(Path(request.listening.tensorboard, request.job), say=say, past=past())]
 
@@ -221,7 +221,7 @@ def _tensorboard(request: RunRequest, say: Callable[[str], None], past: Callable
 def _traces(request: RunRequest, say: Callable[[str], None], past: Sequence[Record]) -> list[Listener]:
     if not request.listening.traces:
         return []
-    from wrapper.sinks.tracing.traces import Traces
+    from resihp.wrapper.sinks.tracing.traces import Traces
 
     return [Traces(noted=request.of_job.folder / "traces.told", say=say, past=past)]
 
@@ -236,7 +236,7 @@ def _metrics(
     wanted = request.listening
     if not (wanted.metrics_port or wanted.textfile):
         return []
-    from wrapper.sinks.metrics import Metrics
+    from resihp.wrapper.sinks.metrics import Metrics
 
     metrics = Metrics(request.job, past(), say=say, records=records, outside=outside)
     if wanted.metrics_port:
@@ -248,8 +248,8 @@ def _metrics(
 
 def standing(ledger: object, others: Sequence[object]) -> Mapping[str, float]:
     """Return metrics about the ledger and the hooks themselves, such as the number of failed deliveries, as
-    `wrapper.sinks.metrics.Outside`."""
-    from wrapper.sinks.hooks import Hook
+    `resihp.wrapper.sinks.metrics.Outside`."""
+    from resihp.wrapper.sinks.hooks import Hook
 
     values: dict[str, float] = {}
     for name, attribute in (("telemetry_dropped", "dropped"), ("ledger_behind", "behind")):

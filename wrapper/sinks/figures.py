@@ -1,10 +1,10 @@
 """A job's figures, computed record by record from its journal: iterations, goodput, ranks by state, failures. Pure.
 
-`wrapper.sinks.metrics` and `wrapper.sinks.tensorboard` read records only through `follow`. A supervisor that takes over
-passes all earlier records to `follow`, perhaps a million iterations, in the event loop that also sends heartbeats; so
-packed records are processed by column. Goodput is defined as in the ledger (`db.reading.queries`): the time that the
-committed iterations would have taken on all requested devices, divided by the wall time since the first committed
-iteration began. Reads no clock.
+`resihp.wrapper.sinks.metrics` and `resihp.wrapper.sinks.tensorboard` read records only through `follow`. A supervisor
+that takes over passes all earlier records to `follow`, perhaps a million iterations, in the event loop that also sends
+heartbeats; so packed records are processed by column. Goodput is defined as in the ledger
+(`resihp.db.reading.queries`): the time that the committed iterations would have taken on all requested devices, divided
+by the wall time since the first committed iteration began. Reads no clock.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Literal
 
 import numpy as np
 
-from db.reading.costs.goodput import Counting
+from resihp.db.reading.costs.goodput import Counting
 from resihp.record import journal
 from resihp.record.packing import column
-from wrapper.output.job_history import JobHistory
-from wrapper.output.rank_health import rank_health
+from resihp.wrapper.output.job_history import JobHistory
+from resihp.wrapper.output.rank_health import rank_health
 
 BUCKETS_S = (
     *(0.01, 0.025, 0.05),

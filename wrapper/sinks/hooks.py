@@ -1,9 +1,9 @@
 """Notifies the user's hooks of a job's events: a JSON document for each event, POSTed to a URL or given to a command on
 stdin.
 
-Listens to the journal (`wrapper.sinks.fanout`). Decides nothing about the job and never delays it: each hook has its
-own thread and bounded queue (`wrapper.sinks.queue`). Events are delivered at least once: the number of the last
-delivered record of each hook is saved in the job's folder, and a supervisor that takes over continues after that
+Listens to the journal (`resihp.wrapper.sinks.fanout`). Decides nothing about the job and never delays it: each hook has
+its own thread and bounded queue (`resihp.wrapper.sinks.queue`). Events are delivered at least once: the number of the
+last delivered record of each hook is saved in the job's folder, and a supervisor that takes over continues after that
 record. Receivers recognise a duplicate by its `id`.
 
 The path and query of a webhook's URL may be secret. So messages show only the URL's host, and redirects are not
@@ -35,9 +35,9 @@ from resihp.errors import ConfigurationError
 from resihp.plain_files import open_plain
 from resihp.record import journal
 from resihp.record.recovery import RecoveryTimes
-from wrapper.job_folder import write_private
-from wrapper.output.job_history import JobHistory
-from wrapper.sinks.queue import MAX_WAITING, BackgroundQueue, UndeliveredError
+from resihp.wrapper.job_folder import write_private
+from resihp.wrapper.output.job_history import JobHistory
+from resihp.wrapper.sinks.queue import MAX_WAITING, BackgroundQueue, UndeliveredError
 
 DOCUMENT_SCHEMA = 1
 RETRY_PAUSES_S = (1.0, 4.0)

@@ -1,9 +1,10 @@
-"""Seconds that a running job has lost, by cause, as counters that never decrease. Used by `wrapper.sinks.metrics`.
+"""Seconds that a running job has lost, by cause, as counters that never decrease. Used by
+`resihp.wrapper.sinks.metrics`.
 
-The model of lost time is in `db.reading.costs.cost_accounts`; this module applies it to a window of the journal instead
-of the ledger's rows. After every `SETTLE_EVERY_COMMITS` commits, the time up to `SETTLE_LAG_COMMITS` commits ago is
-settled: it is added to the counters once and never changed again, since by then it is known which failures interrupted
-it. So the counters are a few iterations late, and complete at the end of a job.
+The model of lost time is in `resihp.db.reading.costs.cost_accounts`; this module applies it to a window of the journal
+instead of the ledger's rows. After every `SETTLE_EVERY_COMMITS` commits, the time up to `SETTLE_LAG_COMMITS` commits
+ago is settled: it is added to the counters once and never changed again, since by then it is known which failures
+interrupted it. So the counters are a few iterations late, and complete at the end of a job.
 
 Settling depends only on records, and times are rounded to microseconds, as in packed records. So a supervisor that
 takes over and reads the journal computes exactly the same counters. They differ from the ledger's account, which covers
@@ -22,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from db.reading.costs.goodput import Floats, course
-from db.reading.costs.job_timeline import timeline
-from db.reading.costs.timeline import CAUSES, SHARES, HeldTime
+from resihp.db.reading.costs.goodput import Floats, course
+from resihp.db.reading.costs.job_timeline import timeline
+from resihp.db.reading.costs.timeline import CAUSES, SHARES, HeldTime
 from resihp.record import journal
 from resihp.record.packing import unpack
 
@@ -97,8 +98,8 @@ class LostTime:
         return record
 
     def _follow(self, entry: journal.AnyEntry, at: datetime) -> bool:
-        """Update the rows with one entry. The rows are like those of `db.projection`, with only the columns that the
-        accounts need. Returns True if some time was settled."""
+        """Update the rows with one entry. The rows are like those of `resihp.db.projection`, with only the columns that
+        the accounts need. Returns True if some time was settled."""
         if self._over:
             return False
         self._rest = None

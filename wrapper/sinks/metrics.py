@@ -1,7 +1,7 @@
 """A job's figures for Prometheus: a page on loopback, and a textfile for node_exporter.
 
-`families` turns the figures (`wrapper.sinks.figures`) into metrics. Labels are the job, its nodes, and words from
-closed sets; an iteration is never a label.
+`families` turns the figures (`resihp.wrapper.sinks.figures`) into metrics. Labels are the job, its nodes, and words
+from closed sets; an iteration is never a label.
 
 While something changes, the textfile is replaced every few seconds, never written in place. After the job has ended it
 keeps the job's last state; node_exporter's own `node_textfile_mtime_seconds` shows the age of the file.
@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from resihp.record import journal
-from wrapper.sinks.figures import BUCKETS_S, Figures, follow, snapshot
-from wrapper.sinks.lost_time import LostTime
+from resihp.wrapper.sinks.figures import BUCKETS_S, Figures, follow, snapshot
+from resihp.wrapper.sinks.lost_time import LostTime
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -224,7 +224,7 @@ def label(text: str) -> str:
 
 
 class Metrics:
-    """A listener of the journal (`wrapper.sinks.fanout`) that keeps the metrics of a job. Thread-safe.
+    """A listener of the journal (`resihp.wrapper.sinks.fanout`) that keeps the metrics of a job. Thread-safe.
 
     Metrics are served only after `serve`, and written only after `write_to`. `past`: the figures under earlier leaders;
     `records`: the journal records under earlier leaders.

@@ -1,9 +1,9 @@
 """Writes a job's progress to a small file in its folder (`job_files.ProgressFile`), so that `resihp jobs` need not open
 the ledger. Also writes the job's id to job.json.
 
-Listens to the journal (`wrapper.sinks.fanout`). A separate thread replaces the file, at most every `WRITE_EVERY_S`, so
-that nothing else waits for a folder that hangs. Nothing depends on the file: a failed write is logged once, and readers
-that find the file too old read the ledger.
+Listens to the journal (`resihp.wrapper.sinks.fanout`). A separate thread replaces the file, at most every
+`WRITE_EVERY_S`, so that nothing else waits for a folder that hangs. Nothing depends on the file: a failed write is
+logged once, and readers that find the file too old read the ledger.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import msgspec
 from resihp.errors import JobNotFoundError
 from resihp.record import journal
 from resihp.record.job_uuid import job_uuid
-from wrapper.job_files.contents import LastIteration, ProgressFile
-from wrapper.job_files.job import OurJob
-from wrapper.output.job_history import JobHistory, PastPlan
-from wrapper.output.progress import RECENT_ITERATIONS
-from wrapper.strict_modes import write_private
+from resihp.wrapper.job_files.contents import LastIteration, ProgressFile
+from resihp.wrapper.job_files.job import OurJob
+from resihp.wrapper.output.job_history import JobHistory, PastPlan
+from resihp.wrapper.output.progress import RECENT_ITERATIONS
+from resihp.wrapper.strict_modes import write_private
 
 WRITE_EVERY_S = 2.0
 

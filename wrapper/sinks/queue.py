@@ -1,8 +1,8 @@
 """A thread that does slow or unreliable work beside the job, item by item, from a bounded queue.
 
-Used by listeners that send a job's events elsewhere (`wrapper.sinks.hooks`, `wrapper.sinks.tensorboard`). The
-supervisor only adds items. If the queue is full, the oldest item is dropped and counted. The first of several failures
-is reported, and the first success after them. Decides nothing about the job.
+Used by listeners that send a job's events elsewhere (`resihp.wrapper.sinks.hooks`, `resihp.wrapper.sinks.tensorboard`).
+The supervisor only adds items. If the queue is full, the oldest item is dropped and counted. The first of several
+failures is reported, and the first success after them. Decides nothing about the job.
 """
 
 from __future__ import annotations

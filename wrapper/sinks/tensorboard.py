@@ -1,7 +1,7 @@
 """Writes scalars of committed iterations for TensorBoard, one TensorBoard run for each job. Needs the package
 tensorboard.
 
-Listens to the journal (`wrapper.sinks.fanout`) and writes in a separate thread. Decides nothing about the job.
+Listens to the journal (`resihp.wrapper.sinks.fanout`) and writes in a separate thread. Decides nothing about the job.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 from resihp.errors import ConfigurationError
 from resihp.record import journal
-from wrapper.sinks.figures import Figures, follow, snapshot
-from wrapper.sinks.queue import BackgroundQueue
+from resihp.wrapper.sinks.figures import Figures, follow, snapshot
+from resihp.wrapper.sinks.queue import BackgroundQueue
 
 Scalar = tuple[str, float, int, float]
 """(tag, value, iteration, time in UTC seconds since 1970)."""

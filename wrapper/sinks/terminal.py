@@ -26,10 +26,10 @@ from rich.text import Text
 from resihp.record import journal
 from resihp.record.describe import explain, size
 from resihp.words import count_of
-from wrapper.output.idle_gpus import IdleGpus
-from wrapper.output.job_history import JobHistory
-from wrapper.output.rank_health import rank_health
-from wrapper.output.render import count, duration, layout_grid, legend, literal
+from resihp.wrapper.output.idle_gpus import IdleGpus
+from resihp.wrapper.output.job_history import JobHistory
+from resihp.wrapper.output.rank_health import rank_health
+from resihp.wrapper.output.render import count, duration, layout_grid, legend, literal
 
 if TYPE_CHECKING:
     from resihp.protocol.messages import Beat, Stepped

@@ -1,6 +1,6 @@
 """Queue of work for Slurm with due times. Each work has a key, so that the same work is not planned twice.
 
-Knows nothing about Slurm. Owned by `wrapper.slurm_tasks.desk`; used only in the event loop.
+Knows nothing about Slurm. Owned by `resihp.wrapper.slurm_tasks.desk`; used only in the event loop.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ import msgspec
 
 from resihp.errors import TrainingProgramError
 from resihp.record.journal import JobEnded, Record
-from slurm.client import Slurm
-from slurm.errors import SlurmError
-from wrapper.config.run_spec import RunRequest
-from wrapper.job_folder import write_private
+from resihp.slurm.client import Slurm
+from resihp.slurm.errors import SlurmError
+from resihp.wrapper.config.run_spec import RunRequest
+from resihp.wrapper.job_folder import write_private
 
 NOTE_FILE = "broken.json"
 TEMPLATES_NAME = "resihp-chain"

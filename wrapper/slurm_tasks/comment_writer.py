@@ -1,7 +1,7 @@
 """Writes a job's progress into its comment in Slurm at intervals, behind the text that others have written there.
 
-Stops after Slurm has refused once. `wrapper.slurm_tasks.job_comment` makes the text. Called by
-`wrapper.slurm_tasks.desk`.
+Stops after Slurm has refused once. `resihp.wrapper.slurm_tasks.job_comment` makes the text. Called by
+`resihp.wrapper.slurm_tasks.desk`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import logging
 from collections.abc import Callable
 
 from resihp.controller import interface as api
-from slurm.client import commented
-from slurm.errors import SlurmError, SlurmRefusedError
-from slurm.rate_limited import Polite
-from wrapper.slurm_tasks.agenda import Done
-from wrapper.slurm_tasks.job_comment import JobComment
-from wrapper.slurm_tasks.own_job import OwnJob
+from resihp.slurm.client import commented
+from resihp.slurm.errors import SlurmError, SlurmRefusedError
+from resihp.slurm.rate_limited import Polite
+from resihp.wrapper.slurm_tasks.agenda import Done
+from resihp.wrapper.slurm_tasks.job_comment import JobComment
+from resihp.wrapper.slurm_tasks.own_job import OwnJob
 
 COMMENT_EVERY_S = 600.0
 MIN_COMMENT_PAUSE_S = 60.0

@@ -4,7 +4,7 @@ controller.
 Decides when to query Slurm again, and translates Slurm's views for the controller, which decides everything else. For a
 healthy job, it queries Slurm every few minutes for the job's time limit, which may be changed, and for its nodes. A
 missing answer is reported as "unknown", or the query is repeated with growing pauses; a missing answer never counts as
-an answer. Nothing here ever ends the job: problems are logged. Owned by `wrapper.supervisor.shell`.
+an answer. Nothing here ever ends the job: problems are logged. Owned by `resihp.wrapper.supervisor.shell`.
 
 Each kind of work is a module: `own_job`, `nodes`, `replacements`, `comment_writer`; `agenda` orders the work.
 """
@@ -19,17 +19,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from resihp.controller import interface as api
-from slurm import replacement
-from slurm.commands import CommandLine
-from slurm.drains.exclusions import Exclusions
-from slurm.rate_limited import Polite
-from wrapper.config.run_spec import RunRequest
-from wrapper.slurm_tasks.agenda import Agenda, Work
-from wrapper.slurm_tasks.comment_writer import CommentWriter
-from wrapper.slurm_tasks.job_comment import JobComment
-from wrapper.slurm_tasks.nodes import LOOK_EVERY_S, WATCH_PAUSES_S, Nodes
-from wrapper.slurm_tasks.own_job import OwnJob
-from wrapper.slurm_tasks.replacements import Replacements, Submit
+from resihp.slurm import replacement
+from resihp.slurm.commands import CommandLine
+from resihp.slurm.drains.exclusions import Exclusions
+from resihp.slurm.rate_limited import Polite
+from resihp.wrapper.config.run_spec import RunRequest
+from resihp.wrapper.slurm_tasks.agenda import Agenda, Work
+from resihp.wrapper.slurm_tasks.comment_writer import CommentWriter
+from resihp.wrapper.slurm_tasks.job_comment import JobComment
+from resihp.wrapper.slurm_tasks.nodes import LOOK_EVERY_S, WATCH_PAUSES_S, Nodes
+from resihp.wrapper.slurm_tasks.own_job import OwnJob
+from resihp.wrapper.slurm_tasks.replacements import Replacements, Submit
 
 FIRST_LOOK_S = 60.0
 CLOSE_TIMEOUT_S = 20.0

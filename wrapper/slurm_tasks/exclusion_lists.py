@@ -14,10 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from resihp.errors import OwnershipError
-from slurm.client import Slurm
-from slurm.drains.exclusions import Exclusion, Exclusions, avoided, clusters
-from wrapper import registry
-from wrapper.job_folder import check_our_home, home, is_our_home
+from resihp.slurm.client import Slurm
+from resihp.slurm.drains.exclusions import Exclusion, Exclusions, avoided, clusters
+from resihp.wrapper import registry
+from resihp.wrapper.job_folder import check_our_home, home, is_our_home
 
 _log = logging.getLogger("slurm")
 

@@ -1,8 +1,9 @@
 """The text of a job's comment in Slurm: its progress, its lost nodes, and at the end its outcome.
 
 `after` and `comment_text` compute the text from the journal alone. `JobComment` listens to the journal
-(`wrapper.sinks.fanout`) and signals important news. `wrapper.slurm_tasks.comment_writer` decides how often to write.
-Slurm itself knows only how its own job ended: a job that was completed under a successor counts as cancelled there.
+(`resihp.wrapper.sinks.fanout`) and signals important news. `resihp.wrapper.slurm_tasks.comment_writer` decides how
+often to write. Slurm itself knows only how its own job ended: a job that was completed under a successor counts as
+cancelled there.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from resihp.record import journal
-from slurm.client import Slurm, commented
-from wrapper.config.run_spec import RunRequest
-from wrapper.exit_codes import REQUEUE_REQUESTED
+from resihp.slurm.client import Slurm, commented
+from resihp.wrapper.config.run_spec import RunRequest
+from resihp.wrapper.exit_codes import REQUEUE_REQUESTED
 
 
 @dataclass(frozen=True)

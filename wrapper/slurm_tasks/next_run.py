@@ -1,9 +1,9 @@
 """Keeps a requeued job from the nodes that its user's jobs avoid.
 
-sbatch is told of these nodes when a job is submitted (`wrapper.commands.submit`), but Slurm may give a requeued job the
-node again on which it has just died. So the nodes are set in the job's own request, while it is pending. This is done
-only if enough other nodes are left: with too few, Slurm would hold the job for ever. Called by the processes that
-request a requeue.
+sbatch is told of these nodes when a job is submitted (`resihp.wrapper.commands.submit`), but Slurm may give a requeued
+job the node again on which it has just died. So the nodes are set in the job's own request, while it is pending. This
+is done only if enough other nodes are left: with too few, Slurm would hold the job for ever. Called by the processes
+that request a requeue.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 
+from resihp.slurm.client import NodeChoice, NodeView, Slurm
+from resihp.slurm.drains.exclusions import Exclusions
+from resihp.slurm.errors import SlurmError
 from resihp.words import count_of
-from slurm.client import NodeChoice, NodeView, Slurm
-from slurm.drains.exclusions import Exclusions
-from slurm.errors import SlurmError
-from wrapper.config.run_spec import RunRequest, SlurmRequest
-from wrapper.slurm_tasks import exclusion_lists
+from resihp.wrapper.config.run_spec import RunRequest, SlurmRequest
+from resihp.wrapper.slurm_tasks import exclusion_lists
 
 
 def exclude_bad_nodes(request: RunRequest, slurm: Slurm, say: Callable[[str], None]) -> None:

@@ -1,8 +1,8 @@
 """The job's nodes: reports Slurm's view of them when it changes, and takes the steps of the drain ladder for a node
 with a verdict.
 
-The controller decides when the ladder is used for a node; `slurm.drains.drain` defines the steps. Called by
-`wrapper.slurm_tasks.desk`.
+The controller decides when the ladder is used for a node; `resihp.slurm.drains.drain` defines the steps. Called by
+`resihp.wrapper.slurm_tasks.desk`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import logging
 from collections.abc import Callable, Iterator
 
 from resihp.controller import interface as api
-from slurm.client import NodeView
-from slurm.drains import drain
-from slurm.drains.exclusions import EXCLUSION_S, Exclusions
-from slurm.drains.spool import folder_of
-from slurm.errors import SlurmError
-from slurm.rate_limited import Polite
-from wrapper.config.run_spec import RunRequest
-from wrapper.slurm_tasks.agenda import Done
-from wrapper.slurm_tasks.replacements import Replacements
+from resihp.slurm.client import NodeView
+from resihp.slurm.drains import drain
+from resihp.slurm.drains.exclusions import EXCLUSION_S, Exclusions
+from resihp.slurm.drains.spool import folder_of
+from resihp.slurm.errors import SlurmError
+from resihp.slurm.rate_limited import Polite
+from resihp.wrapper.config.run_spec import RunRequest
+from resihp.wrapper.slurm_tasks.agenda import Done
+from resihp.wrapper.slurm_tasks.replacements import Replacements
 
 LOOK_EVERY_S = 180.0
 """Time between two queries for the nodes, each for all nodes, while no change is known."""

@@ -1,6 +1,6 @@
 """The job itself as Slurm sees it: how long it may run, why it is signalled, which nodes it gives back.
 
-A missing answer never counts as an answer. Called by `wrapper.slurm_tasks.desk`.
+A missing answer never counts as an answer. Called by `resihp.wrapper.slurm_tasks.desk`.
 
 How to tell why a job is being signalled (22.05.8, measured by squeue while SIGTERM arrived):
 
@@ -23,10 +23,10 @@ from collections.abc import Callable
 from typing import Literal
 
 from resihp.controller import interface as api
-from slurm.client import JobView
-from slurm.errors import SlurmError, SlurmRefusedError
-from slurm.rate_limited import Polite
-from wrapper.slurm_tasks.agenda import Done, pause_of
+from resihp.slurm.client import JobView
+from resihp.slurm.errors import SlurmError, SlurmRefusedError
+from resihp.slurm.rate_limited import Polite
+from resihp.wrapper.slurm_tasks.agenda import Done, pause_of
 
 LIMIT_EVERY_S = 360.0
 """Time between two queries for the job's time limit."""

@@ -1,7 +1,7 @@
 """Replacements of lost nodes, each a Slurm job of one node: submitted, observed while it waits and runs, and cancelled.
 
 The controller decides whether a replacement is requested, and what happens when it joins. Called by
-`wrapper.slurm_tasks.desk`; `slurm.replacement` submits the jobs.
+`resihp.wrapper.slurm_tasks.desk`; `resihp.slurm.replacement` submits the jobs.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Literal
 import msgspec
 
 from resihp.controller import interface as api
-from slurm import replacement
-from slurm.client import JobRequest, JobView
-from slurm.errors import SlurmError, SlurmRefusedError, SlurmUnavailableError
-from slurm.rate_limited import Polite
-from slurm.replacement import ReplacementJob
-from wrapper.config.run_spec import RunRequest
-from wrapper.slurm_tasks.agenda import Done, pause_of
-from wrapper.slurm_tasks.exclusion_lists import to_avoid
-from wrapper.slurm_tasks.own_job import RETRY_PAUSES_S, OwnJob, meaning_of
+from resihp.slurm import replacement
+from resihp.slurm.client import JobRequest, JobView
+from resihp.slurm.errors import SlurmError, SlurmRefusedError, SlurmUnavailableError
+from resihp.slurm.rate_limited import Polite
+from resihp.slurm.replacement import ReplacementJob
+from resihp.wrapper.config.run_spec import RunRequest
+from resihp.wrapper.slurm_tasks.agenda import Done, pause_of
+from resihp.wrapper.slurm_tasks.exclusion_lists import to_avoid
+from resihp.wrapper.slurm_tasks.own_job import RETRY_PAUSES_S, OwnJob, meaning_of
 
 REQUEST_PAUSES_S = (*(5.0,) * 12, 15.0)
 """Pauses between queries for requests that wait for a node; the last pause repeats."""
@@ -44,7 +44,7 @@ SUSPENDED_STATES = ("suspended", "stopped")
 _log = logging.getLogger("slurm")
 
 Submit = Callable[[ReplacementJob, Mapping[str, str]], str]
-"""Submits a replacement job and returns its id (`slurm.replacement.submit`)."""
+"""Submits a replacement job and returns its id (`resihp.slurm.replacement.submit`)."""
 
 
 @dataclass
@@ -199,7 +199,7 @@ class Replacements:
             sys.executable,
             "-P",
             "-m",
-            "wrapper.agent.process",
+            "resihp.wrapper.agent.process",
             "--run",
             str(run.of_job.run_file),
             "--node",

@@ -1,8 +1,8 @@
 """The last request for a Slurm job: to requeue it, or to make sure that it is not requeued.
 
 `requeue` requests a requeue, unless Slurm is preempting the job and will requeue it by itself: on some releases, a
-request would then run the job once more after it has completed (`slurm.releases`). `end_for_good` makes sure that a job
-that ends with an error is neither requeued nor held because of it.
+request would then run the job once more after it has completed (`resihp.slurm.releases`). `end_for_good` makes sure
+that a job that ends with an error is neither requeued nor held because of it.
 
 While Slurm does not answer, the request is repeated for an hour: nobody else can get the job's nodes meanwhile. Once
 SIGTERM has arrived, little time is left, because Slurm kills the batch script 30 s later by default.
@@ -25,10 +25,10 @@ from contextlib import contextmanager
 
 from resihp.errors import ResihpError
 from resihp.record.journal import NodeLost
-from slurm import releases
-from slurm.client import Slurm
-from slurm.errors import SlurmError, SlurmRefusedError
-from wrapper.job_folder import Job
+from resihp.slurm import releases
+from resihp.slurm.client import Slurm
+from resihp.slurm.errors import SlurmError, SlurmRefusedError
+from resihp.wrapper.job_folder import Job
 
 PATIENCE_S = 3600.0
 """How long to send requests to a controller that does not answer."""

@@ -2,7 +2,7 @@
 job.
 
 Decides nothing about training. Waits for agents and for Slurm, but always with a time limit. Called by
-`wrapper.supervisor.process`.
+`resihp.wrapper.supervisor.process`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import psutil
 from resihp.errors import LedgerError
 from resihp.record.journal import JobEnded
 from resihp.record.journal_file import read_packed
-from wrapper.config.run_spec import RunRequest
-from wrapper.exit_codes import REQUEUE_REQUESTED
-from wrapper.job_files.dead_jobs import finish_dead_job
-from wrapper.job_folder import Job, note_end, write_private
-from wrapper.output.render import literal
-from wrapper.sinks.fanout import notify_of_end
-from wrapper.slurm_tasks.job_comment import write_last_comment
-from wrapper.supervisor.takeover import agents_of
+from resihp.wrapper.config.run_spec import RunRequest
+from resihp.wrapper.exit_codes import REQUEUE_REQUESTED
+from resihp.wrapper.job_files.dead_jobs import finish_dead_job
+from resihp.wrapper.job_folder import Job, note_end, write_private
+from resihp.wrapper.output.render import literal
+from resihp.wrapper.sinks.fanout import notify_of_end
+from resihp.wrapper.slurm_tasks.job_comment import write_last_comment
+from resihp.wrapper.supervisor.takeover import agents_of
 
 AGENTS_GONE_S = 10.0
 GUARDIAN_LEAVES_S = 5.0
@@ -54,7 +54,7 @@ def mark_dead(request: RunRequest, how: str, listener: socket.socket) -> int:
         note_end(job, status)
         with _warn_of_ledger(job):
             if (url := job.ledger_url) is not None and job.journal_file.exists():
-                from db.writing.catch_up import catch_up
+                from resihp.db.writing.catch_up import catch_up
 
                 catch_up(url, job.folder, job.journal_file)
     say(f"job {job.name}: the supervisor {how}; {text}, logs in {job.logs}")
@@ -87,8 +87,8 @@ def say(text: str) -> None:
 
 
 def _write_last_comment(request: RunRequest) -> None:
-    from slurm.commands import CommandLine
-    from slurm.errors import SlurmError
+    from resihp.slurm.commands import CommandLine
+    from resihp.slurm.errors import SlurmError
 
     try:
         write_last_comment(request, request.of_job.records(), CommandLine())
@@ -100,10 +100,10 @@ def end_slurm_job(request: RunRequest, status: int) -> None:
     """End the Slurm job, or requeue it, after this successor has ended the training job: on the batch host perhaps no
     process is left to do so."""
     assert request.slurm is not None
-    from slurm.commands import CommandLine
-    from slurm.errors import SlurmError, SlurmRefusedError
-    from wrapper.slurm_tasks.next_run import exclude_bad_nodes
-    from wrapper.slurm_tasks.requeue import dead_nodes, requeue, until_noticed
+    from resihp.slurm.commands import CommandLine
+    from resihp.slurm.errors import SlurmError, SlurmRefusedError
+    from resihp.wrapper.slurm_tasks.next_run import exclude_bad_nodes
+    from resihp.wrapper.slurm_tasks.requeue import dead_nodes, requeue, until_noticed
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it to all processes of the job, also to this one
     slurm, number = CommandLine(), request.slurm.job_id
@@ -133,6 +133,6 @@ def end_slurm_job(request: RunRequest, status: int) -> None:
 
 
 def leave_chain_note(request: RunRequest, journal: Path) -> None:
-    from wrapper.slurm_tasks import chain
+    from resihp.wrapper.slurm_tasks import chain
 
     chain.leave_note(request, read_packed(journal), lambda text: say(f"job {request.job}: {text}"))

@@ -3,8 +3,8 @@ silent agents.
 
 After its event loop was stopped or overloaded, the supervisor finds unread messages, and agents that have disconnected
 because the supervisor was silent. It first receives messages for a while before it judges any agent, and all its
-timeouts, such as the longest break of a connection, resume where they stopped. Owned by `wrapper.supervisor.shell`;
-decides nothing.
+timeouts, such as the longest break of a connection, resume where they stopped. Owned by
+`resihp.wrapper.supervisor.shell`; decides nothing.
 """
 
 from __future__ import annotations

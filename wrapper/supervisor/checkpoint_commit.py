@@ -1,7 +1,7 @@
 """Commits checkpoints that all ranks have written: writes their manifests in background tasks, one at a time.
 
 The controller decides when a checkpoint is complete. A failed commit is reported and not repeated. Owned by
-`wrapper.supervisor.shell`.
+`resihp.wrapper.supervisor.shell`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from resihp.controller import interface as api
 from resihp.errors import CheckpointError
 from resihp.record.journal import AnyEntry, CheckpointCommitted
-from wrapper.config.run_spec import RunRequest
+from resihp.wrapper.config.run_spec import RunRequest
 
 
 class CheckpointCommits:

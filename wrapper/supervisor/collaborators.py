@@ -1,4 +1,5 @@
-"""Interfaces of the objects that `wrapper.supervisor.process` passes to the shell; tests pass other implementations."""
+"""Interfaces of the objects that `resihp.wrapper.supervisor.process` passes to the shell; tests pass other
+implementations."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ class ControllerLike(Protocol):
 
 
 class ViewLike(Protocol):
-    """The part of `wrapper.sinks.terminal.LiveView` that the shell uses."""
+    """The part of `resihp.wrapper.sinks.terminal.LiveView` that the shell uses."""
 
     def entry(self, record: Record) -> None: ...
     def say(self, level: Literal["progress", "notice", "warning", "error"], text: str) -> None: ...
@@ -30,7 +31,7 @@ class ViewLike(Protocol):
 
 
 class SlurmDeskLike(Protocol):
-    """The part of `wrapper.slurm_tasks.desk.SlurmDesk` that the shell uses."""
+    """The part of `resihp.wrapper.slurm_tasks.desk.SlurmDesk` that the shell uses."""
 
     def carry_out(
         self,
@@ -66,7 +67,7 @@ class NoSlurm:
 
 
 class ThinkerLike(Protocol):
-    """The part of `wrapper.supervisor.thinking.thinker.Thinker` that the shell uses."""
+    """The part of `resihp.wrapper.supervisor.thinking.thinker.Thinker` that the shell uses."""
 
     def ask(self, question: api.Think) -> None: ...
     async def close(self) -> None: ...
@@ -83,6 +84,6 @@ class NoPlanAhead:
 
 
 class NodeHistory(Protocol):
-    """The part of `wrapper.supervisor.node_history.NodeMemory` that the shell uses."""
+    """The part of `resihp.wrapper.supervisor.node_history.NodeMemory` that the shell uses."""
 
     def recall(self, nodes: Sequence[str], report: Callable[[Mapping[Place, m.Speed]], None]) -> None: ...

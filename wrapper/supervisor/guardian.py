@@ -1,11 +1,11 @@
 """The guardian: the process of `resihp run` while the job runs.
 
 It holds the job's lock and the socket that agents connect to, and starts the supervisor as its child. On one machine,
-it first starts the process that imports once for all virtual nodes (`wrapper.launch.preloading`). It forwards signals
-to the supervisor and returns the supervisor's exit code. A supervisor that dies by a signal is started again: it takes
-over the running agents, which find it at the same address. A supervisor that stepped back because no quorum followed it
-is not started again: a successor then ends the job, and the guardian waits for the successor, because the guardian's
-exit would end the Slurm job. Decides nothing else, and imports few modules.
+it first starts the process that imports once for all virtual nodes (`resihp.wrapper.launch.preloading`). It forwards
+signals to the supervisor and returns the supervisor's exit code. A supervisor that dies by a signal is started again:
+it takes over the running agents, which find it at the same address. A supervisor that stepped back because no quorum
+followed it is not started again: a successor then ends the job, and the guardian waits for the successor, because the
+guardian's exit would end the Slurm job. Decides nothing else, and imports few modules.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from types import FrameType
 import msgspec
 
 from resihp.process import adopt_orphans, ending, name_process, wait_for
-from wrapper import early_signals
-from wrapper.config.run_spec import RunRequest, load
-from wrapper.exit_codes import LEADER_DEPOSED, REQUEUE_REQUESTED
-from wrapper.job_folder import Job, SupervisorFile, hold_lock, note_end
-from wrapper.launch.launcher import own_environment
-from wrapper.launch.ports import listen
-from wrapper.launch.preloading import preloading
+from resihp.wrapper import early_signals
+from resihp.wrapper.config.run_spec import RunRequest, load
+from resihp.wrapper.exit_codes import LEADER_DEPOSED, REQUEUE_REQUESTED
+from resihp.wrapper.job_folder import Job, SupervisorFile, hold_lock, note_end
+from resihp.wrapper.launch.launcher import own_environment
+from resihp.wrapper.launch.ports import listen
+from resihp.wrapper.launch.preloading import preloading
 
 MAX_RESTARTS = 5
 """How often a supervisor that died by a signal is started again before the job is ended."""
@@ -44,7 +44,7 @@ Command = Callable[[Path, Sequence[str]], Sequence[str]]
 
 
 def supervisor_command(run_file: Path, options: Sequence[str]) -> list[str]:
-    return [sys.executable, "-P", "-m", "wrapper.supervisor.process", "--run", str(run_file), *options]
+    return [sys.executable, "-P", "-m", "resihp.wrapper.supervisor.process", "--run", str(run_file), *options]
 
 
 def guard(run_file: Path, command: Command = supervisor_command) -> int:
@@ -133,9 +133,9 @@ def _requeue(request: RunRequest) -> int:
     Slurm."""
     if request.slurm is None:
         return REQUEUE_REQUESTED
-    from slurm.commands import CommandLine
-    from wrapper.slurm_tasks.next_run import exclude_bad_nodes
-    from wrapper.slurm_tasks.requeue import dead_nodes, requeue, say, until_noticed
+    from resihp.slurm.commands import CommandLine
+    from resihp.wrapper.slurm_tasks.next_run import exclude_bad_nodes
+    from resihp.wrapper.slurm_tasks.requeue import dead_nodes, requeue, say, until_noticed
 
     for signal_number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(signal_number, signal.SIG_IGN)  # a warning must not end this process before the requeue

@@ -2,7 +2,7 @@
 
 The job never waits for these speeds. If the ledger is absent, slow, hung or of another schema, the reading thread is
 abandoned, and devices are compared only with other devices of the job. Decides nothing. Called by
-`wrapper.supervisor.shell`.
+`resihp.wrapper.supervisor.shell`.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class NodeMemory:
 
 
 def _from_ledger(url: str, nodes: Sequence[str], cluster: str) -> Usual:
-    from db.reading.health import usual_speeds
-    from db.reading.queries import Reader
+    from resihp.db.reading.health import usual_speeds
+    from resihp.db.reading.queries import Reader
 
     with Reader.open(url) as reader:
         return usual_speeds(reader, nodes, cluster=cluster)

@@ -2,7 +2,7 @@
 inject`, `resihp why-not`.
 
 Rejects invalid requests. The controller decides about all other requests, and its answer is sent to the operator. Owned
-by `wrapper.supervisor.shell`.
+by `resihp.wrapper.supervisor.shell`.
 """
 
 from __future__ import annotations

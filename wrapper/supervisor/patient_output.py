@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 from typing import Literal, TextIO
 
-from wrapper.strict_modes import private
+from resihp.wrapper.strict_modes import private
 
 MAX_QUEUED_LINES = 10_000
 MAX_QUEUED_CHARACTERS = 1 << 24

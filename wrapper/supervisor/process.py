@@ -1,7 +1,7 @@
-"""The supervisor's process: opens a job's resources, runs `wrapper.supervisor.shell.Supervisor`, maps errors to exit
-codes.
+"""The supervisor's process: opens a job's resources, runs `resihp.wrapper.supervisor.shell.Supervisor`, maps errors to
+exit codes.
 
-`python -P -m wrapper.supervisor.process --run FILE --listen FD`, started by the guardian. With `--take-over` it
+`python -P -m resihp.wrapper.supervisor.process --run FILE --listen FD`, started by the guardian. With `--take-over` it
 replaces a supervisor that died. With `--successor` it was started by an agent, because the guardian's node is lost. In
 both cases it rebuilds the controller from the journal, and agents that accept its term report the rest. With `--bury`,
 after the last permitted restart, it only records the job's end.
@@ -31,29 +31,29 @@ from resihp.process import die_with_parent, inherited_socket, name_process, rais
 from resihp.record.journal import AnyEntry, JobStarted, LeaderChosen
 from resihp.record.journal_file import Journal
 from resihp.record.packing import last_commits
-from wrapper import early_signals
-from wrapper.config.run_spec import RunRequest, load
-from wrapper.exit_codes import CANNOT_LEAD, LEADER_DEPOSED, TRAINING_BROKEN, exit_code_of
-from wrapper.job_files.registered import user_name
-from wrapper.launch.allocation import end_time
-from wrapper.launch.launcher import Followers, Launcher, LocalLauncher
-from wrapper.output.first_rank import FirstRank
-from wrapper.output.job_history import JobHistory
-from wrapper.sinks.deferred_ledger import DeferredLedger
-from wrapper.sinks.fanout import LedgerLike, Listeners, listeners
-from wrapper.sinks.progress_file import ProgressFileWriter
-from wrapper.slurm_tasks.job_comment import JobComment
-from wrapper.supervisor.aftermath import end_slurm_job, leave_chain_note, mark_dead, say
-from wrapper.supervisor.collaborators import ControllerLike, SlurmDeskLike, ViewLike
-from wrapper.supervisor.node_history import NodeMemory
-from wrapper.supervisor.patient_output import log_without_waiting, never_wait_for
-from wrapper.supervisor.shell import Supervisor
-from wrapper.supervisor.takeover import TakeoverSource, agents_are_started, inherit, takeover_source
-from wrapper.supervisor.thinking.loading import SearchLoader
-from wrapper.supervisor.thinking.thinker import Thinker, command
+from resihp.wrapper import early_signals
+from resihp.wrapper.config.run_spec import RunRequest, load
+from resihp.wrapper.exit_codes import CANNOT_LEAD, LEADER_DEPOSED, TRAINING_BROKEN, exit_code_of
+from resihp.wrapper.job_files.registered import user_name
+from resihp.wrapper.launch.allocation import end_time
+from resihp.wrapper.launch.launcher import Followers, Launcher, LocalLauncher
+from resihp.wrapper.output.first_rank import FirstRank
+from resihp.wrapper.output.job_history import JobHistory
+from resihp.wrapper.sinks.deferred_ledger import DeferredLedger
+from resihp.wrapper.sinks.fanout import LedgerLike, Listeners, listeners
+from resihp.wrapper.sinks.progress_file import ProgressFileWriter
+from resihp.wrapper.slurm_tasks.job_comment import JobComment
+from resihp.wrapper.supervisor.aftermath import end_slurm_job, leave_chain_note, mark_dead, say
+from resihp.wrapper.supervisor.collaborators import ControllerLike, SlurmDeskLike, ViewLike
+from resihp.wrapper.supervisor.node_history import NodeMemory
+from resihp.wrapper.supervisor.patient_output import log_without_waiting, never_wait_for
+from resihp.wrapper.supervisor.shell import Supervisor
+from resihp.wrapper.supervisor.takeover import TakeoverSource, agents_are_started, inherit, takeover_source
+from resihp.wrapper.supervisor.thinking.loading import SearchLoader
+from resihp.wrapper.supervisor.thinking.thinker import Thinker, command
 
 if TYPE_CHECKING:
-    from db.writer import Ledger
+    from resihp.db.writer import Ledger
 
 
 async def supervise(
@@ -67,7 +67,7 @@ async def supervise(
     from rich.console import Console
 
     from resihp.controller import Controller
-    from wrapper.sinks.terminal import LiveView
+    from resihp.wrapper.sinks.terminal import LiveView
 
     job = request.of_job
     loop = asyncio.get_running_loop()
@@ -76,7 +76,7 @@ async def supervise(
         loop.call_soon_threadsafe(lambda: view.say("warning", text))
 
     def open_ledger() -> Ledger:
-        from db.writer import Ledger
+        from resihp.db.writer import Ledger
 
         keep_s = request.ledger_keep_s
         return Ledger.open(request.ledger_url, job.folder, say=warn, journal_path=journal, keep_s=keep_s)
@@ -121,7 +121,7 @@ def _server(request: RunRequest) -> str | None:
     """Return the ledger's absolute URL if it is on a server, else None. A ledger on a server is opened in the
     background, because the server may be down, full, hung, or waiting for its administrator. Raises LedgerError for a
     URL that can never be opened."""
-    from db.engine import check, file_of, resolve
+    from resihp.db.engine import check, file_of, resolve
 
     url = resolve(request.ledger_url, request.of_job.folder)
     if file_of(url) is not None:
@@ -183,7 +183,7 @@ def _launcher(
     if takeover is not None and takeover.how == "elected":
         return Followers(host, tuple(sorted(takeover.membership.joined)))
     if request.slurm is not None:
-        from wrapper.launch.slurm_launcher import SlurmLauncher
+        from resihp.wrapper.launch.slurm_launcher import SlurmLauncher
 
         return SlurmLauncher(request, host, view.say)
     return LocalLauncher(request.of_job, request.of_job.run_file, request.settings.nodes, forks)
@@ -194,7 +194,7 @@ def _desk(
 ) -> Callable[[Callable[[AnyEvent], None]], SlurmDeskLike] | None:
     if request.slurm is None:
         return None
-    from wrapper.slurm_tasks.desk import SlurmDesk
+    from resihp.wrapper.slurm_tasks.desk import SlurmDesk
 
     known_end_time = end_time(os.environ, time.time()) if takeover is None else None  # it may have changed since
     return lambda event: SlurmDesk(request, event, comment=comment, end_time=known_end_time)
@@ -244,7 +244,7 @@ def _with_spares(configuration: dict[str, Any], spares: int) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="wrapper.supervisor.process")
+    parser = argparse.ArgumentParser(prog="resihp.wrapper.supervisor.process")
     parser.add_argument("--run", required=True, type=Path, help="the job's run.json")
     parser.add_argument("--listen", required=True, type=int, help="bound socket that agents connect to")
     parser.add_argument("--parent", type=int, help="process id of the guardian")

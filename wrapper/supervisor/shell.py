@@ -1,10 +1,10 @@
 """The supervisor's shell: connects `resihp.controller` to sockets, clock, signals, journal and ledger.
 
-Run by `wrapper.supervisor.process`, once for each job. The controller makes all decisions about the job; the shell
-carries out its actions in order. Each `Log` is on disk before the next action, and with succession a quorum of agents
-also has each decision (`wrapper.supervisor.journaling.gate`). A leader whose disk fails, or that no quorum follows,
-steps back: it closes its connections and leaves the job to a successor. A crash of the shell ends the job with a
-message, exit code 70, and the traceback in `<job>/logs/supervisor.log`.
+Run by `resihp.wrapper.supervisor.process`, once for each job. The controller makes all decisions about the job; the
+shell carries out its actions in order. Each `Log` is on disk before the next action, and with succession a quorum of
+agents also has each decision (`resihp.wrapper.supervisor.journaling.gate`). A leader whose disk fails, or that no
+quorum follows, steps back: it closes its connections and leaves the job to a successor. A crash of the shell ends the
+job with a message, exit code 70, and the traceback in `<job>/logs/supervisor.log`.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from resihp.protocol.serving import Refusals, serve
 from resihp.record.journal import AnyEntry, JobEnded, PlanDecided, Record, WorkerEnded
 from resihp.record.journal_file import Journal
 from resihp.record.quorum import Membership
-from wrapper import early_signals
-from wrapper.config.run_spec import RunRequest
-from wrapper.exit_codes import INTERNAL_ERROR, LEADER_DEPOSED, REQUEUE_REQUESTED
-from wrapper.job_files.dead_jobs import copy_journal
-from wrapper.job_folder import SupervisorFile, note_end, write_private
-from wrapper.launch.launcher import Launcher
-from wrapper.launch.ports import listen
-from wrapper.sinks.fanout import LedgerLike
-from wrapper.supervisor.agents.departure import Departure
-from wrapper.supervisor.agents.links import AgentLinks
-from wrapper.supervisor.agents.starts import WorkerStarts
-from wrapper.supervisor.attention import LOOK_EVERY_S, Attention
-from wrapper.supervisor.checkpoint_commit import CheckpointCommits
-from wrapper.supervisor.collaborators import (
+from resihp.wrapper import early_signals
+from resihp.wrapper.config.run_spec import RunRequest
+from resihp.wrapper.exit_codes import INTERNAL_ERROR, LEADER_DEPOSED, REQUEUE_REQUESTED
+from resihp.wrapper.job_files.dead_jobs import copy_journal
+from resihp.wrapper.job_folder import SupervisorFile, note_end, write_private
+from resihp.wrapper.launch.launcher import Launcher
+from resihp.wrapper.launch.ports import listen
+from resihp.wrapper.sinks.fanout import LedgerLike
+from resihp.wrapper.supervisor.agents.departure import Departure
+from resihp.wrapper.supervisor.agents.links import AgentLinks
+from resihp.wrapper.supervisor.agents.starts import WorkerStarts
+from resihp.wrapper.supervisor.attention import LOOK_EVERY_S, Attention
+from resihp.wrapper.supervisor.checkpoint_commit import CheckpointCommits
+from resihp.wrapper.supervisor.collaborators import (
     ControllerLike,
     NodeHistory,
     NoPlanAhead,
@@ -56,20 +56,20 @@ from wrapper.supervisor.collaborators import (
     ThinkerLike,
     ViewLike,
 )
-from wrapper.supervisor.journaling.gate import QUORUM_TIMEOUT_S, DecisionGate
-from wrapper.supervisor.journaling.replication import Replication
-from wrapper.supervisor.journaling.writer import JournalWriter
-from wrapper.supervisor.operators import Operators
+from resihp.wrapper.supervisor.journaling.gate import QUORUM_TIMEOUT_S, DecisionGate
+from resihp.wrapper.supervisor.journaling.replication import Replication
+from resihp.wrapper.supervisor.journaling.writer import JournalWriter
+from resihp.wrapper.supervisor.operators import Operators
 
 if TYPE_CHECKING:
-    from db.telemetry import report_rows
+    from resihp.db.telemetry import report_rows
 
 SAME_SIGNAL_S = 0.25
 """Two signals within this time count as one, because `timeout` sends a signal both to its child and to the child's
 process group."""
 GUARDIAN_GONE_S = 1.0
-"""Delay before acting on the guardian's death, which the kernel reports by SIGHUP (`wrapper.supervisor.process`): the
-cause of its death may be about to kill this process, too."""
+"""Delay before acting on the guardian's death, which the kernel reports by SIGHUP
+(`resihp.wrapper.supervisor.process`): the cause of its death may be about to kill this process, too."""
 BEAT_S = 1.0
 MAX_DISK_STALL_S = 5.0
 """With succession: how long journal writes may fail or stall before this supervisor steps back for a successor."""

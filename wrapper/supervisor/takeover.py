@@ -1,6 +1,7 @@
 """The source of a take-over: the previous supervisor's journal, or an agent's copy of it.
 
-Decides whether a take-over is possible, and under which term. Starts nothing. Called by `wrapper.supervisor.process`.
+Decides whether a take-over is possible, and under which term. Starts nothing. Called by
+`resihp.wrapper.supervisor.process`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from resihp.protocol.messages import Lead
 from resihp.record.journal import JobEnded, JobStarted, NodeJoined, Record
 from resihp.record.journal_file import Journal
 from resihp.record.quorum import Membership
-from wrapper.config.run_spec import RunRequest
-from wrapper.job_folder import Job, write_private
+from resihp.wrapper.config.run_spec import RunRequest
+from resihp.wrapper.job_folder import Job, write_private
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def agents_of(job: Job) -> list[psutil.Process]:
             command = process.cmdline()
         except psutil.Error:
             continue
-        if "wrapper.agent.process" in command and str(job.run_file) in command:  # a zombie has no command line
+        if "resihp.wrapper.agent.process" in command and str(job.run_file) in command:  # a zombie has no command line
             processes.append(process)
     return processes
 

@@ -1,12 +1,12 @@
 """Make the whole schema: the first one, since no earlier one was released.
 
 Its number is that of the last schema of the development versions, with which it is identical: their ledgers of schema
-0022 are used as they are. Older ones are refused (`db.migrate.is_too_old`).
+0022 are used as they are. Older ones are refused (`resihp.db.migrate.is_too_old`).
 
 On PostgreSQL each row belongs to the user who wrote its job, the database numbers jobs, repairs and probes, and views
 serve dashboards. SQLite has none of that: a file has one user, and nothing that runs when it is read belongs in it
-(`db.migrate.check_plain`). Names of views and of their columns stay as they are; a later migration may add columns at
-the end.
+(`resihp.db.migrate.check_plain`). Names of views and of their columns stay as they are; a later migration may add
+columns at the end.
 """
 
 from __future__ import annotations

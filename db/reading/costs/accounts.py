@@ -1,5 +1,5 @@
-"""Cost accounts of a ledger's jobs: reads the rows from which `db.reading.costs` computes how time was spent. Changes
-nothing.
+"""Cost accounts of a ledger's jobs: reads the rows from which `resihp.db.reading.costs` computes how time was spent.
+Changes nothing.
 
 Implements the methods of `Reader` with the same names; the docstrings there describe the results.
 """
@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 import msgspec
 from sqlalchemy import func, or_, select
 
-from db import models
-from db.models import IterationRow, JobRow
-from db.reading.costs.cost_accounts import Account, between
-from db.reading.costs.job_timeline import timeline
-from db.reading.costs.stored_accounts import account_to_store, stored_account_with
-from db.reading.costs.summary import summarise
-from db.reading.costs.timeline import Again, HeldTime, committed_again
-from db.reading.tables import ACCOUNT_COLUMNS, TABLES, Row
+from resihp.db import models
+from resihp.db.models import IterationRow, JobRow
+from resihp.db.reading.costs.cost_accounts import Account, between
+from resihp.db.reading.costs.job_timeline import timeline
+from resihp.db.reading.costs.stored_accounts import account_to_store, stored_account_with
+from resihp.db.reading.costs.summary import summarise
+from resihp.db.reading.costs.timeline import Again, HeldTime, committed_again
+from resihp.db.reading.tables import ACCOUNT_COLUMNS, TABLES, Row
 
 if TYPE_CHECKING:
-    from db.reading.reader import Reader
+    from resihp.db.reading.reader import Reader
 
 JOBS_AT_ONCE = 100
 """Number of jobs with rows that are read together, from tables with few rows per job."""

@@ -17,7 +17,7 @@ its last entry; that of a job with an unrecorded death is one day after its last
                with the iterations concerned. It is computed again if these iterations have changed
 `slow`         excess time of iterations that were affected by a `fail-slow` failure: from the failure's first slow
                iteration to its end, except under plans that give the slow component no work
-               (`db.reading.plans.idle_epochs`). The excess is the time, without `idle` and `capacity`, over the
+               (`resihp.db.reading.plans.idle_epochs`). The excess is the time, without `idle` and `capacity`, over the
                healthy time. The healthy time is the detector's prediction for the plan and the workload. It is scaled
                by the ratio of actual to predicted time while nothing was slow if that ratio is far from 1, as on a
                busy machine. Under a later plan, which has already adapted to the slow device, the healthy time is the
@@ -57,7 +57,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from db.reading.costs.timeline import (
+from resihp.db.reading.costs.timeline import (
     CAUSES,
     GOODPUT_SHARES,
     SHARES,
@@ -70,7 +70,7 @@ OF_FAILURES = ("detect", "reconfigure", "redo", "rollback", "slow", "idle", "cap
 """Causes that are attributed to failures, to unfit devices, and to the resulting changes of plan."""
 OF_HARDWARE = frozenset({"device", "node", "link", "process"})
 """Components that count as hardware if a failure's row does not say whether it was hardware; the same as in
-`db.reading.health`."""
+`resihp.db.reading.health`."""
 GPU_DAYS = 1000.0
 
 

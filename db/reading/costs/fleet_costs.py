@@ -1,7 +1,7 @@
 """Costs of many jobs: how much of their time each cause took, by job, owner, account, partition, cluster or period.
 
 Decides which part of a job's time belongs to a period; `cost_accounts` defines the causes. Reads only. Called by
-`history`, `report` and `db.reading.queries`.
+`history`, `report` and `resihp.db.reading.queries`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Literal, get_args
 
 from sqlalchemy import or_, select
 
-from db.models import JobRow
-from db.reading.costs.cost_accounts import OF_FAILURES, Account, added, between
-from db.reading.costs.stored_accounts import stored_account_with
-from db.reading.costs.timeline import CAUSES, SHARES, Again, HeldTime, committed_again
-from db.reading.fleet import NO_NAME
-from db.reading.reader import Reader
-from db.reading.tables import JOB_COLUMNS, Row
+from resihp.db.models import JobRow
+from resihp.db.reading.costs.cost_accounts import OF_FAILURES, Account, added, between
+from resihp.db.reading.costs.stored_accounts import stored_account_with
+from resihp.db.reading.costs.timeline import CAUSES, SHARES, Again, HeldTime, committed_again
+from resihp.db.reading.fleet import NO_NAME
+from resihp.db.reading.reader import Reader
+from resihp.db.reading.tables import JOB_COLUMNS, Row
 
 CostBy = Literal["job", "owner", "account", "partition", "cluster", "week", "month"]
 Period = Literal["week", "month"]

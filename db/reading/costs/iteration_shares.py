@@ -1,7 +1,7 @@
 """How the time of each committed iteration is divided: useful, lost to slow components, lost to missing devices. Pure.
 
 Decides how long a healthy iteration would have taken, and how many devices were requested; never judges a device.
-Called by `job_timeline`, `summary` and `db.reading.iterations.why`.
+Called by `job_timeline`, `summary` and `resihp.db.reading.iterations.why`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from db.reading.costs.goodput import Course, Floats, devices_of
-from db.reading.costs.timeline import (
+from resihp.db.reading.costs.goodput import Course, Floats, devices_of
+from resihp.db.reading.costs.timeline import (
     Again,
     HeldDevices,
 )
-from db.reading.iterations.excess import MAX_TRUSTED_RATIO, MIN_ITERATIONS
-from db.reading.plans.idle_epochs import idle_epochs
-from db.reading.tables import object_in
+from resihp.db.reading.iterations.excess import MAX_TRUSTED_RATIO, MIN_ITERATIONS
+from resihp.db.reading.plans.idle_epochs import idle_epochs
+from resihp.db.reading.tables import object_in
 
 Row = dict[str, Any]
 
@@ -83,7 +83,7 @@ def healthy_seconds(iterations: Sequence[Row], failures: Sequence[Row], plans: S
 
 def _prediction_ratio(well: Sequence[Row]) -> float:
     """Return the ratio of actual to predicted time over iterations in which nothing was slow; 1 if it is near 1, or if
-    there are too few iterations. `why` uses the same rule (`db.reading.iterations.excess`)."""
+    there are too few iterations. `why` uses the same rule (`resihp.db.reading.iterations.excess`)."""
     ratios = [row["seconds"] / row["predicted_seconds"] for row in well if row["seconds"] and row["predicted_seconds"]]
     ratio = statistics.median(ratios) if len(ratios) >= MIN_ITERATIONS else 1.0
     return 1.0 if 1.0 / MAX_TRUSTED_RATIO <= ratio <= MAX_TRUSTED_RATIO else ratio

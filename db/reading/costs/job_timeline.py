@@ -13,15 +13,15 @@ from datetime import datetime, timedelta
 
 import numpy as np
 
-from db.reading.costs.cost_accounts import Row, of_hardware
-from db.reading.costs.goodput import Course, Interruption, course, interruptions
-from db.reading.costs.iteration_shares import held_meanwhile, work_by_iteration
-from db.reading.costs.stored_accounts import (
+from resihp.db.reading.costs.cost_accounts import Row, of_hardware
+from resihp.db.reading.costs.goodput import Course, Interruption, course, interruptions
+from resihp.db.reading.costs.iteration_shares import held_meanwhile, work_by_iteration
+from resihp.db.reading.costs.stored_accounts import (
     is_complete,
     rolled_back,
     stored_account_of_any_version,
 )
-from db.reading.costs.timeline import (
+from resihp.db.reading.costs.timeline import (
     CAUSES,
     NEWER_CAUSES,
     SHARES,

@@ -10,8 +10,8 @@ from collections.abc import Set
 
 import msgspec
 
-from db.reading.costs.cost_accounts import Account, RolledBack, Row
-from db.reading.costs.timeline import (
+from resihp.db.reading.costs.cost_accounts import Account, RolledBack, Row
+from resihp.db.reading.costs.timeline import (
     CAUSES,
     Again,
 )

@@ -9,13 +9,13 @@ import statistics
 from collections.abc import Sequence
 from datetime import datetime
 
-from db.reading.costs.cost_accounts import Row
-from db.reading.costs.goodput import course, interruptions
-from db.reading.costs.iteration_shares import work_by_iteration
-from db.reading.costs.stored_accounts import (
+from resihp.db.reading.costs.cost_accounts import Row
+from resihp.db.reading.costs.goodput import course, interruptions
+from resihp.db.reading.costs.iteration_shares import work_by_iteration
+from resihp.db.reading.costs.stored_accounts import (
     stored_account,
 )
-from db.reading.costs.timeline import (
+from resihp.db.reading.costs.timeline import (
     ITERATION_SHARES,
 )
 

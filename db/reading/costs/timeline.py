@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from db.reading.costs.goodput import Course, Floats, Interruption
+from resihp.db.reading.costs.goodput import Course, Floats, Interruption
 
 Row = dict[str, Any]
 

@@ -99,7 +99,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
 def affects(failure: Row, row: Row) -> bool:
     """Decide whether something slow affected an iteration; not if it had no work under the iteration's plan
-    (`db.reading.plans.idle_epochs`)."""
+    (`resihp.db.reading.plans.idle_epochs`)."""
     return _is_active(failure, row["iteration"]) and row["epoch"] not in failure.get("idle_epochs", ())
 
 

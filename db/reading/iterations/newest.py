@@ -9,9 +9,9 @@ from datetime import datetime
 
 from sqlalchemy import select
 
-from db.models import IterationRow, JobRow
-from db.reading.reader import Reader
-from db.reading.tables import TABLES, Row
+from resihp.db.models import IterationRow, JobRow
+from resihp.db.reading.reader import Reader
+from resihp.db.reading.tables import TABLES, Row
 from resihp.errors import UsageError
 
 

@@ -12,8 +12,8 @@ from collections.abc import Collection
 import msgspec
 from sqlalchemy import func, select
 
-from db.models import RankScoreRow
-from db.reading.reader import Reader
+from resihp.db.models import RankScoreRow
+from resihp.db.reading.reader import Reader
 
 Line = list[tuple[int, float]]
 """(iteration, level) pairs."""

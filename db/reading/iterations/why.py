@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
-from db.reading.costs.goodput import Interruption, course, interruptions
-from db.reading.costs.iteration_shares import asked_devices
-from db.reading.iterations.excess import (
+from resihp.db.reading.costs.goodput import Interruption, course, interruptions
+from resihp.db.reading.costs.iteration_shares import asked_devices
+from resihp.db.reading.iterations.excess import (
     LARGER_WORK_RATIO,
     NEAR_ITERATIONS,
     Cause,
@@ -32,7 +32,7 @@ from db.reading.iterations.excess import (
     explained,
     seconds,
 )
-from db.reading.plans.idle_epochs import with_idle_epochs
+from resihp.db.reading.plans.idle_epochs import with_idle_epochs
 
 Row = dict[str, Any]
 

@@ -1,9 +1,9 @@
 """Every decision of a job: its reason, the action, the alternatives and the outcome. Pure; reads nothing. Called by
-`db.reading.queries` for `history decisions`.
+`resihp.db.reading.queries` for `history decisions`.
 
 A decision is about a plan that was decided, or considered and declined, or about a node that was requested or declined.
-The outcome of a plan that took effect is whether it kept its promise (`db.reading.plans.promises`), with the times of
-iterations under it. The outcome of a declined change is how long the current plan stayed in effect.
+The outcome of a plan that took effect is whether it kept its promise (`resihp.db.reading.plans.promises`), with the
+times of iterations under it. The outcome of a declined change is how long the current plan stayed in effect.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from db.reading.plans.promises import MAX_ITERATIONS
+from resihp.db.reading.plans.promises import MAX_ITERATIONS
 
 Row = dict[str, Any]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from db.layouts import from_json
+from resihp.db.layouts import from_json
 from resihp.errors import ResihpError
 from resihp.parallelism.plan import Plan
 from resihp.protocol.messages import Declare

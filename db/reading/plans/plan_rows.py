@@ -1,7 +1,7 @@
 """Rows about the plans of jobs, from a ledger: promises, decisions, and the time that spare nodes would have saved.
 
 Reads the inputs of `promises`, `decisions` and `spares`, and decides nothing itself. Changes nothing. Called by
-`history` and `db.reading.queries`.
+`history` and `resihp.db.reading.queries`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from datetime import datetime
 
 from sqlalchemy import func, select
 
-from db import models
-from db.reading.plans import decisions as taken
-from db.reading.plans import promises as promised
-from db.reading.plans import spares as spares_saved
-from db.reading.reader import Reader
-from db.reading.tables import Row
+from resihp.db import models
+from resihp.db.reading.plans import decisions as taken
+from resihp.db.reading.plans import promises as promised
+from resihp.db.reading.plans import spares as spares_saved
+from resihp.db.reading.reader import Reader
+from resihp.db.reading.tables import Row
 
 
 def promises_rows(reader: Reader, job_id: int) -> list[Row]:
-    """Return the promise of each plan of a job and whether it was kept, as defined in `db.reading.plans.promises`."""
+    """Return the promise of each plan of a job and whether it was kept, as defined in
+    `resihp.db.reading.plans.promises`."""
     rates = reader.narrow("iterations", job_id, ("iteration", "epoch", "seconds", "tokens"))
     return promised.promises(reader.narrow("plans", job_id), rates, reader.narrow("failures", job_id))
 
@@ -27,8 +28,8 @@ def promises_rows(reader: Reader, job_id: int) -> list[Row]:
 def decisions_rows(
     reader: Reader, job_id: int, *, since: datetime | None = None, until: datetime | None = None
 ) -> list[Row]:
-    """Return every decision of a job, as defined in `db.reading.plans.decisions`; with `since` or `until`, only those
-    of that period."""
+    """Return every decision of a job, as defined in `resihp.db.reading.plans.decisions`; with `since` or `until`, only
+    those of that period."""
     rows = taken.decisions(
         plans=reader.rows("plans", job_id),
         declined=reader.rows("declined_changes", job_id),
@@ -48,9 +49,9 @@ def spares_rows(
     until: datetime | None = None,
     jobs: int | None = None,
 ) -> list[Row]:
-    """Return the time that one more spare node would have saved, as defined in `db.reading.plans.spares`, largest
-    saving first. With `job` (a row), for this job only; otherwise for the newest `jobs`, or all, that were alive in the
-    period and changed their plan."""
+    """Return the time that one more spare node would have saved, as defined in `resihp.db.reading.plans.spares`,
+    largest saving first. With `job` (a row), for this job only; otherwise for the newest `jobs`, or all, that were
+    alive in the period and changed their plan."""
     if job is not None:
         return [_spare_of(reader, job)]
     plans, job_columns = models.PlanRow.__table__.c, models.JobRow.__table__.c

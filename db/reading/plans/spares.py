@@ -1,5 +1,5 @@
 """Time that one more spare node would have saved a job: the job's decisions are repeated with one more node. Reads
-nothing itself. Called by `db.reading.queries` for `history spares`.
+nothing itself. Called by `resihp.db.reading.queries` for `history spares`.
 
 Assumptions: the spare was healthy, idle and available at each change of plan after the first plan, and everything else
 would have happened in the same way, with the same losses, and with changes that take as long. Each plan is decided
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from db.reading.plans.explanations import plan_of, situation_at
+from resihp.db.reading.plans.explanations import plan_of, situation_at
 from resihp.errors import ResihpError
 from resihp.parallelism.layout import Layout
 from resihp.protocol.messages import Declare

@@ -3,8 +3,8 @@ nothing.
 
 A drained node is closed to all users until a human resumes it, so a drain requires evidence that the hardware is
 broken. A node that merely died is left to Slurm: Slurm marks it down, and uses it again after a reboot if the site is
-configured that way (ReturnToService). Pure; called by `drains`, which supplies the evidence. `slurm.drains.exclusions`
-decides how long a node is excluded.
+configured that way (ReturnToService). Pure; called by `drains`, which supplies the evidence.
+`resihp.slurm.drains.exclusions` decides how long a node is excluded.
 """
 
 from __future__ import annotations

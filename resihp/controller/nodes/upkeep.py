@@ -32,7 +32,7 @@ unless the site has changed it."""
 RELEASE_PAUSES_S = (10.0, 60.0, 300.0)
 """Seconds between the attempts to give a node back. Without accounting, Slurm accepts nodes of a job back only once."""
 REASON_PREFIX = "resihp: "
-"""Prefix of the reasons of drains that resihp jobs have requested (`slurm.client.PREFIX`)."""
+"""Prefix of the reasons of drains that resihp jobs have requested (`resihp.slurm.client.PREFIX`)."""
 
 
 def review(job: Job) -> None:

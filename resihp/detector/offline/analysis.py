@@ -1,7 +1,7 @@
 """Defines the result of `resihp analyze` for a file, and its JSON. Pure; judges nothing.
 
 Made by `resihp.detector.offline.series` (logs and CSV) and `resihp.detector.offline.operations` (per-operation traces);
-printed by `wrapper.commands.analyze`.
+printed by `resihp.wrapper.commands.analyze`.
 """
 
 from __future__ import annotations

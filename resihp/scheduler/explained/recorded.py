@@ -2,7 +2,7 @@
 
 With each plan, the controller records the facts that are stored nowhere else (`resihp.record.journal.PlanBasis`). An
 explanation restores the situation from these facts, the job's model and the layout. Called by the controller when it
-proposes a plan, and by `db.reading.plans.explanations`.
+proposes a plan, and by `resihp.db.reading.plans.explanations`.
 """
 
 from __future__ import annotations

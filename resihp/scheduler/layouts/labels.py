@@ -37,7 +37,7 @@ def assigned(gains: npt.NDArray[Any], *, maximize: bool = False) -> tuple[npt.ND
     """Call `scipy.optimize.linear_sum_assignment`, which the first call imports.
 
     The import takes as long as the rest of a decision that assigns no ranks. A supervisor imports scipy beside the job
-    (`wrapper.supervisor.thinking.loading`).
+    (`resihp.wrapper.supervisor.thinking.loading`).
     """
     from scipy.optimize import linear_sum_assignment
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from db.engine import make_engine, resolve
-from db.foreign.cells import check_cells
-from db.reading.reader import Reader
-from db.writing.catch_up import catch_up
+from resihp.db.engine import make_engine, resolve
+from resihp.db.foreign.cells import check_cells
+from resihp.db.reading.reader import Reader
+from resihp.db.writing.catch_up import catch_up
 from resihp.errors import LedgerError
 from tests.db.conftest import story, write_journal
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-import db.foreign.files
-from db import migrate
-from db.engine import make_engine, resolve
-from db.foreign.files import is_ours, is_read_in_place, private_copy
+import resihp.db.foreign.files
+from resihp.db import migrate
+from resihp.db.engine import make_engine, resolve
+from resihp.db.foreign.files import is_ours, is_read_in_place, private_copy
 from resihp.errors import LedgerError
 from tests.db.foreign.half_way import half_way
 
@@ -23,7 +23,7 @@ from tests.db.foreign.half_way import half_way
 def open_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that everybody may write, as a project's may be; temporary files are beside it."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setattr(db.foreign.files, "COPY_PATIENCE_S", 0.1)
+    monkeypatch.setattr(resihp.db.foreign.files, "COPY_PATIENCE_S", 0.1)
     (tmp_path / "temporary").mkdir()
     folder = tmp_path / "open"
     folder.mkdir()
@@ -97,7 +97,7 @@ def test_links_pipes_and_giants_are_not_copied(open_folder: Path, monkeypatch: p
     with pytest.raises(LedgerError, match="symbolic link"):
         private_copy(ledger, "x")
     (open_folder / "ledger.db-wal").unlink()
-    monkeypatch.setattr(db.foreign.files, "MAX_COPY_BYTES", 100)
+    monkeypatch.setattr(resihp.db.foreign.files, "MAX_COPY_BYTES", 100)
     with pytest.raises(LedgerError, match="ask its owner for resihp db export"):
         private_copy(ledger, "x")
     assert list(Path(tempfile.gettempdir()).iterdir()) == []
@@ -136,7 +136,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "project"
     folder.mkdir()
     folder.chmod(0o2775)
-    monkeypatch.setattr(db.foreign.files, "MAX_COPY_BYTES", 0)
+    monkeypatch.setattr(resihp.db.foreign.files, "MAX_COPY_BYTES", 0)
     return folder
 
 
@@ -203,7 +203,7 @@ def test_a_journal_that_is_planted_after_the_check_is_not_played_back(
     kept = project / "kept.db"
     shutil.copy(ledger, kept)
     left_half_way(ledger, connection)
-    monkeypatch.setattr("db.engine.check_rollback_journal", lambda *_: None)
+    monkeypatch.setattr("resihp.db.engine.check_rollback_journal", lambda *_: None)
     if os.geteuid() == 0:
         os.chown(f"{ledger}-journal", 54321, -1)
     before = ledger.read_bytes()
@@ -240,7 +240,7 @@ def test_a_large_ledger_of_another_is_copied_between_two_changes(
     connection = writer(ledger, "DELETE")
     connection.execute("INSERT INTO numbers VALUES (1)")
     connection.execute("PRAGMA busy_timeout=0")
-    copy = db.foreign.files._copy
+    copy = resihp.db.foreign.files._copy
     refused = []
 
     def change_meanwhile(*arguments: object) -> None:
@@ -250,7 +250,7 @@ def test_a_large_ledger_of_another_is_copied_between_two_changes(
         except sqlite3.OperationalError as error:
             refused.append(str(error))
 
-    monkeypatch.setattr(db.foreign.files, "_copy", change_meanwhile)
+    monkeypatch.setattr(resihp.db.foreign.files, "_copy", change_meanwhile)
     assert rows(ledger) == [1]
     assert refused == ["database is locked"]
     connection.execute("INSERT INTO numbers VALUES (2)")

@@ -1,5 +1,5 @@
 """Rows of jobs that last for days and overlap weeks, written without a journal, and a simple program that reckons their
-cost from these rows alone: it shares nothing with `db.reading`."""
+cost from these rows alone: it shares nothing with `resihp.db.reading`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 from sqlalchemy import Connection, insert, select
 
-from db import models
-from db.engine import make_engine, resolve
-from db.migrate import upgrade
+from resihp.db import models
+from resihp.db.engine import make_engine, resolve
+from resihp.db.migrate import upgrade
 
 Row = dict[str, Any]
 MONDAY = datetime(2026, 3, 2, tzinfo=UTC)

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from db.reading.costs.cost_accounts import OF_HARDWARE, Account, added, between
-from db.reading.costs.goodput import Counting
-from db.reading.costs.job_timeline import timeline
-from db.reading.costs.summary import summarise
-from db.reading.costs.timeline import CAUSES, Again, committed_again
-from db.reading.health import CERTAINTY
-from db.reading.reader import Reader
-from db.reading.tables import with_times
-from db.writer import Ledger
+from resihp.db.reading.costs.cost_accounts import OF_HARDWARE, Account, added, between
+from resihp.db.reading.costs.goodput import Counting
+from resihp.db.reading.costs.job_timeline import timeline
+from resihp.db.reading.costs.summary import summarise
+from resihp.db.reading.costs.timeline import CAUSES, Again, committed_again
+from resihp.db.reading.health import CERTAINTY
+from resihp.db.reading.reader import Reader
+from resihp.db.reading.tables import with_times
+from resihp.db.writer import Ledger
 from tests.db.conftest import any_layout_story, story, write_journal
 
 ZERO = datetime(2026, 3, 1, tzinfo=UTC)

@@ -11,15 +11,15 @@ import msgspec
 import pytest
 from sqlalchemy import delete, update
 
-from db import models
-from db.engine import make_engine, resolve
-from db.reading import queries
-from db.reading.costs import fleet_costs
-from db.reading.costs.cost_accounts import Account, added
-from db.reading.costs.timeline import CAUSES
-from db.reading.reader import Reader
-from db.retention import prune
-from db.writer import Ledger
+from resihp.db import models
+from resihp.db.engine import make_engine, resolve
+from resihp.db.reading import queries
+from resihp.db.reading.costs import fleet_costs
+from resihp.db.reading.costs.cost_accounts import Account, added
+from resihp.db.reading.costs.timeline import CAUSES
+from resihp.db.reading.reader import Reader
+from resihp.db.retention import prune
+from resihp.db.writer import Ledger
 from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal
 from tests.db.conftest import BEGAN, DP3, inventory, outcome, started, write_journal
@@ -137,9 +137,9 @@ def test_however_many_periods_there_are_rows_are_read_once(url: str, monkeypatch
         with Reader.open(url) as reader:
             found = fleet_costs.accounts(reader, now=NOW, period=period)  # type: ignore[arg-type]
             read.clear()
-            monkeypatch.setattr("db.reading.costs.accounts.JOBS_AT_ONCE", 3)
+            monkeypatch.setattr("resihp.db.reading.costs.accounts.JOBS_AT_ONCE", 3)
             assert fleet_costs.accounts(reader, now=NOW, period=period) == found  # type: ignore[arg-type]
-            monkeypatch.setattr("db.reading.costs.accounts.JOBS_AT_ONCE", 100)
+            monkeypatch.setattr("resihp.db.reading.costs.accounts.JOBS_AT_ONCE", 100)
         parts = [job["id"] for job, _ in found]
         running = {job["id"] for job, _ in found if job["state"] == "running"}
         assert sorted(read) == sorted(running | {each for each in parts if parts.count(each) > 1})

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-from db import models
-from db.reading import queries
-from db.reading.plans import plan_rows
-from db.reading.queries import Reader
-from db.writer import Ledger
+from resihp.db import models
+from resihp.db.reading import queries
+from resihp.db.reading.plans import plan_rows
+from resihp.db.reading.queries import Reader
+from resihp.db.writer import Ledger
 from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal
 from tests.db.conftest import BEGAN, DP3, outcome, started, write_journal

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from db.reading.queries import Reader
-from db.writer import Ledger
+from resihp.db.reading.queries import Reader
+from resihp.db.writer import Ledger
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan, spread
@@ -20,8 +20,8 @@ from resihp.record import journal
 from resihp.scheduler import Situation, decide
 from resihp.scheduler.cost.profile import Profile, Times
 from resihp.scheduler.explained.recorded import basis_of, situation_of
+from resihp.wrapper.cli import app
 from tests.db.conftest import outcome
-from wrapper.cli import app
 
 MODEL = ModelSpec(layers=16, hidden=1024, heads=16, kv_groups=16, ffn_hidden=4096, vocab=32000, sequence=2048)
 DECLARE = Declare(model=MODEL, micro_batches=16, iterations=1000, resume_from=0, fingerprint="same")
@@ -135,7 +135,7 @@ def test_plans_are_explained_where_it_was_kept_what_they_were_decided_from(ledge
 
 
 def test_what_was_imported_and_makes_no_plan_is_not_explained() -> None:
-    from db.reading.plans.explanations import explanations
+    from resihp.db.reading.plans.explanations import explanations
 
     job = {"model": msgspec.json.encode(DECLARE).decode(), "configuration": "{}", "tp": 2, "pp": 2}
     row = {"epoch": 1, "action": "start", "basis": {}, "predicted": 1.0, "schedule": "1f1b"}
@@ -147,8 +147,8 @@ def test_what_was_imported_and_makes_no_plan_is_not_explained() -> None:
 
 def test_a_stage_without_ranks_is_explained_by_what_passes_elsewhere() -> None:
     """The ledger does not have what migrates: it is dealt out as the plan deals it."""
-    from db.layouts import to_plain
-    from db.reading.plans.explanations import explanations
+    from resihp.db.layouts import to_plain
+    from resihp.db.reading.plans.explanations import explanations
 
     one, two = GRID.replicas
     layout = Layout((one, Replica((two.stages[0], Stage((), two.stages[1].chunks)))))

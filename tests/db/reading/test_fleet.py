@@ -10,14 +10,14 @@ import msgspec
 import pytest
 from sqlalchemy import update
 
-from db import models
-from db.engine import make_engine, resolve
-from db.migrate import upgrade
-from db.reading import fleet, health, queries
-from db.reading.costs import fleet_costs
-from db.reading.iterations.newest import newest_iterations
-from db.reading.reader import Reader
-from db.writer import Ledger
+from resihp.db import models
+from resihp.db.engine import make_engine, resolve
+from resihp.db.migrate import upgrade
+from resihp.db.reading import fleet, health, queries
+from resihp.db.reading.costs import fleet_costs
+from resihp.db.reading.iterations.newest import newest_iterations
+from resihp.db.reading.reader import Reader
+from resihp.db.writer import Ledger
 from resihp.record import journal
 from tests.db.conftest import BEGAN, any_layout_story, started, story, write_journal
 

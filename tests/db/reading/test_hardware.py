@@ -12,18 +12,18 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from db.maintenance import record
-from db.reading import fleet, hardware, naming, queries, rates
-from db.reading.health import health_frame
-from db.reading.reader import Reader
-from db.writer import Ledger
+from resihp.db.maintenance import record
+from resihp.db.reading import fleet, hardware, naming, queries, rates
+from resihp.db.reading.health import health_frame
+from resihp.db.reading.reader import Reader
+from resihp.db.writer import Ledger
 from resihp.errors import ResihpError, UsageError
 from resihp.record import journal
-from slurm.errors import SlurmUnavailableError
+from resihp.slurm.errors import SlurmUnavailableError
+from resihp.wrapper.cli import app
+from resihp.wrapper.commands.node import maintenance as node_commands
 from tests.db.conftest import BEGAN, inventory, started, write_journal
 from tests.slurm.fake_slurm import FakeSlurm
-from wrapper.cli import app
-from wrapper.commands.node import maintenance as node_commands
 
 DAY_S = 86_400.0
 NOW = datetime.fromtimestamp(BEGAN + 100 * DAY_S, UTC)

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import pandas as pd
 import pytest
 
-from db.reading.health import health_frame, nodes_by_health, usual_speeds
-from db.reading.queries import Reader
-from db.writer import Ledger
+from resihp.db.reading.health import health_frame, nodes_by_health, usual_speeds
+from resihp.db.reading.queries import Reader
+from resihp.db.writer import Ledger
 from resihp.record import journal
 from tests.db.conftest import BEGAN, node_story, started, story, write_journal
 

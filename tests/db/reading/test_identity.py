@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from db.reading import naming
-from db.reading.queries import Reader
-from db.writer import Ledger
+from resihp.db.reading import naming
+from resihp.db.reading.queries import Reader
+from resihp.db.writer import Ledger
 from resihp.errors import JobNotFoundError, UsageError
 from resihp.record import journal
 from tests.db.conftest import BEGAN, started, write_journal

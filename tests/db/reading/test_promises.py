@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from db.reading.plans.promises import promises
+from resihp.db.reading.plans.promises import promises
 from tests.db.reading.test_cost_accounts import at, failure, iteration
 
 Row = dict[str, Any]

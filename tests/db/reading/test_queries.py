@@ -10,11 +10,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from db.reading import fleet, queries
-from db.reading.iterations.newest import newest_iterations
-from db.reading.plans import plan_rows
-from db.reading.queries import Reader
-from db.writer import Ledger
+from resihp.db.reading import fleet, queries
+from resihp.db.reading.iterations.newest import newest_iterations
+from resihp.db.reading.plans import plan_rows
+from resihp.db.reading.queries import Reader
+from resihp.db.writer import Ledger
 from resihp.errors import JobNotFoundError, UsageError
 from resihp.record import journal
 from tests.db.conftest import BEGAN, any_layout_story, write_journal

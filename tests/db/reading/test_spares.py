@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from db.reading import queries
-from db.reading.plans import plan_rows
-from db.reading.queries import Reader
-from db.retention import prune
-from db.writer import Ledger
+from resihp.db.reading import queries
+from resihp.db.reading.plans import plan_rows
+from resihp.db.reading.queries import Reader
+from resihp.db.retention import prune
+from resihp.db.writer import Ledger
 from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal
 from resihp.scheduler import Situation, decide
 from resihp.scheduler.cost.prices import iteration_seconds
 from resihp.scheduler.explained.recorded import basis_of
+from resihp.wrapper.job_folder import create_local_job
 from tests.db.conftest import BEGAN, outcome, write_journal
 from tests.db.reading.test_explanations import DECLARE, GRID, MODEL, NODES, TIMES
 from tests.wrapper.commands.status.test_status import home, resihp
-from wrapper.job_folder import create_local_job
 
 __all__ = ["home"]
 Told = Iterator[tuple[journal.AnyEntry, float]]
@@ -155,7 +155,7 @@ SMALL = {"name": "x", "uuid": "u", "started_at": None, "nodes": 1, "gpus_per_nod
 
 
 def test_a_layout_that_makes_no_sense_is_counted_as_such() -> None:
-    from db.reading.plans import spares
+    from resihp.db.reading.plans import spares
 
     job = SMALL | {"model": "{", "configuration": "{"}
     row = {"epoch": 2, "basis": {}, "layout": {}, "assignment": [], "in_effect_at": None}
@@ -175,7 +175,7 @@ def test_rows_that_were_thinned_tell_the_same(ledger_url: str, tmp_path: Path) -
 
 
 def test_an_end_before_the_start_holds_no_spare() -> None:
-    from db.reading.plans import spares
+    from resihp.db.reading.plans import spares
 
     job = SMALL | {"model": None, "configuration": "{}"}
     assert spares.saved(job, [], {}, [], -7200.0)["spare_gpu_hours"] == 0.0

@@ -11,16 +11,16 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from db.maintenance import record
-from db.reading import fleet, hardware, queries, rates, suspicions
-from db.reading.health import health_frame, usual_speeds
-from db.reading.naming import is_node
-from db.reading.reader import Reader
-from db.writer import Ledger
+from resihp.db.maintenance import record
+from resihp.db.reading import fleet, hardware, queries, rates, suspicions
+from resihp.db.reading.health import health_frame, usual_speeds
+from resihp.db.reading.naming import is_node
+from resihp.db.reading.reader import Reader
+from resihp.db.writer import Ledger
 from resihp.errors import UsageError
 from resihp.record import journal
+from resihp.wrapper.cli import app
 from tests.db.conftest import BEGAN, inventory, started, write_journal
-from wrapper.cli import app
 
 DAY_S = 86_400.0
 NOW = datetime.fromtimestamp(BEGAN + 100 * DAY_S, UTC)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from db.reading import queries
-from db.reading.iterations.why import Why, why
-from db.reading.reader import Reader
-from db.writer import Ledger
+from resihp.db.reading import queries
+from resihp.db.reading.iterations.why import Why, why
+from resihp.db.reading.reader import Reader
+from resihp.db.writer import Ledger
 from resihp.errors import UsageError
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from slurm.client import PREFIX, NodeView
-from slurm.drains.drain import Step, climb, descend
-from slurm.drains.exclusions import EXCLUSION_S, Exclusions
-from slurm.rate_limited import Polite
+from resihp.slurm.client import PREFIX, NodeView
+from resihp.slurm.drains.drain import Step, climb, descend
+from resihp.slurm.drains.exclusions import EXCLUSION_S, Exclusions
+from resihp.slurm.rate_limited import Polite
 from tests.slurm.fake_slurm import FakeSlurm
 
 NOW = 1_800_000_000.0

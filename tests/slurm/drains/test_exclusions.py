@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from slurm.client import NodeView
-from slurm.drains import exclusions as module
-from slurm.drains.exclusions import ExclusionError, Exclusions, clusters
+from resihp.slurm.client import NodeView
+from resihp.slurm.drains import exclusions as module
+from resihp.slurm.drains.exclusions import ExclusionError, Exclusions, clusters
 from tests.slurm.fake_slurm import FakeSlurm
 
 NOW = 1_800_000_000.0
@@ -114,7 +114,7 @@ def test_a_broken_file_is_told_and_kept(tmp_path: Path, content: bytes, caplog: 
 
 def test_many_writers_lose_nothing(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from slurm.drains.exclusions import Exclusions\n"
+        "import sys; from pathlib import Path; from resihp.slurm.drains.exclusions import Exclusions\n"
         "for i in range(10): Exclusions(Path(sys.argv[1]), 'vc').add(f'{sys.argv[2]}{i}', 'x', 9e9)"
     )
     writers = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path), name]) for name in "abcd"]

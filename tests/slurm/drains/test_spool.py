@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm.client import PREFIX
-from slurm.drains.spool import MAX_BYTES, SpoolError, asked_by, folder_of, put
+from resihp.slurm.client import PREFIX
+from resihp.slurm.drains.spool import MAX_BYTES, SpoolError, asked_by, folder_of, put
 
 NOW = 1_800_000_000.0
 
@@ -78,7 +78,7 @@ def test_a_full_file_system_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     def full(_descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("slurm.drains.spool.os.fsync", full)
+    monkeypatch.setattr("resihp.slurm.drains.spool.os.fsync", full)
     with pytest.raises(SpoolError, match="No space left on device"):
         put(tmp_path, "drain", "n3", job_id="17", reason="x", now=NOW)
     assert os.listdir(tmp_path) == []
@@ -100,7 +100,7 @@ def test_for_whom_the_hook_drained(reason: str, uid: int | None) -> None:
 
 
 def test_the_usual_folder_counts_only_where_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slurm.drains.spool.DEFAULT_FOLDER", tmp_path / "requests")
+    monkeypatch.setattr("resihp.slurm.drains.spool.DEFAULT_FOLDER", tmp_path / "requests")
     assert folder_of("") is None
     (tmp_path / "requests").mkdir()
     assert folder_of("") == tmp_path / "requests"

@@ -29,10 +29,10 @@ from resihp.protocol.resumable import Conversation
 from resihp.protocol.serving import serve
 from resihp.record.journal import IterationCommitted, Record
 from resihp.record.journal_format import encode
+from resihp.wrapper.config.run_spec import Program
+from resihp.wrapper.job_folder import Job, create_local_job
+from resihp.wrapper.launch.launcher import NO_SUPERVISOR_STATUS, own_environment
 from tests.wrapper.run_requests import run_request
-from wrapper.config.run_spec import Program
-from wrapper.job_folder import Job, create_local_job
-from wrapper.launch.launcher import NO_SUPERVISOR_STATUS, own_environment
 
 SCRIPT = """
 import os, socket, sys
@@ -173,7 +173,7 @@ def run_file_of(job: Job, script: str, **changed: Any) -> Path:
 
 
 async def start_agent(job: Job, run_file: Path, *arguments: str, **environment: str) -> asyncio.subprocess.Process:
-    command = [sys.executable, "-P", "-m", "wrapper.agent.process", "--run", str(run_file), *arguments]
+    command = [sys.executable, "-P", "-m", "resihp.wrapper.agent.process", "--run", str(run_file), *arguments]
     with (job.logs / "n1.agent.log").open("wb") as log:
         return await asyncio.create_subprocess_exec(
             *command, stdout=log, stderr=log, env=own_environment() | environment, process_group=0
@@ -240,7 +240,7 @@ def play(job: Job, scene: Callable[[PretendedSupervisor], Awaitable[None]], *arg
 def test_agents_import_nothing_that_only_other_processes_need() -> None:
     """Thousands of them start at the same moment, from one shared file system."""
     heavy = {"numpy", "pydantic", "scipy", "sqlalchemy", "torch", "typer"}
-    code = "import sys, wrapper.agent.process; print(*sys.modules)"
+    code = "import sys, resihp.wrapper.agent.process; print(*sys.modules)"
     imported = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout
     assert heavy.isdisjoint(imported.split())
 

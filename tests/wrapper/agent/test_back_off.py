@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from random import Random
 
-from wrapper.agent.supervisor_link import MAX_PAUSE_S, BackOff
+from resihp.wrapper.agent.supervisor_link import MAX_PAUSE_S, BackOff
 
 
 def attempts(dice: Random, within_s: float) -> list[float]:

@@ -33,7 +33,7 @@ from resihp.record.journal import (
 )
 from resihp.record.quorum import Membership
 from resihp.record.state import MAX_VOTERS
-from wrapper.agent.succession.election import (
+from resihp.wrapper.agent.succession.election import (
     LEADER_PRESENT_S,
     LEADERLESS_WAIT_S,
     PLEDGE_S,
@@ -44,7 +44,7 @@ from wrapper.agent.succession.election import (
     accepts,
     turn,
 )
-from wrapper.agent.supervisor_link import MAX_LEADERLESS_S
+from resihp.wrapper.agent.supervisor_link import MAX_LEADERLESS_S
 
 NODES = ("n1", "n2", "n3", "n4", "n5", "n6", "n7")
 

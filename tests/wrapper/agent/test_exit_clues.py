@@ -13,11 +13,11 @@ import pytest
 
 from resihp.protocol import messages as m
 from resihp.protocol.messages import Clue
+from resihp.wrapper.agent import exit_clues as module
+from resihp.wrapper.agent.exit_clues import LOG_BYTES, last_words
+from resihp.wrapper.job_folder import Job
 from tests.resihp.detector.lines import traceback
 from tests.wrapper.agent.test_agent import PretendedSupervisor, halt, job, play, spawn
-from wrapper.agent import exit_clues as module
-from wrapper.agent.exit_clues import LOG_BYTES, last_words
-from wrapper.job_folder import Job
 
 __all__ = ["job"]  # a fixture
 
@@ -96,8 +96,8 @@ def kernel_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *records: str) 
     kmsg = tmp_path / "kmsg"
     kmsg.touch()
     real = os.open
-    monkeypatch.setattr("wrapper.agent.exit_clues.os.open", lambda path, flags: real(kmsg, os.O_RDONLY))
-    monkeypatch.setattr("wrapper.agent.exit_clues.os.read", read)
+    monkeypatch.setattr("resihp.wrapper.agent.exit_clues.os.open", lambda path, flags: real(kmsg, os.O_RDONLY))
+    monkeypatch.setattr("resihp.wrapper.agent.exit_clues.os.read", read)
     text = module._kernel(7200.0)
     monkeypatch.undo()
     return text
@@ -154,7 +154,7 @@ def test_where_the_kernel_may_not_be_read_the_log_still_is(tmp_path: Path, monke
 
     log = tmp_path / "n1.rank0.log"
     log.write_text(OOM)
-    monkeypatch.setattr("wrapper.agent.exit_clues.os.open", forbidden)
+    monkeypatch.setattr("resihp.wrapper.agent.exit_clues.os.open", forbidden)
     assert kinds(last_words(log)) == ["gpu memory"]
 
 

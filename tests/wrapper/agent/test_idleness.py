@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from resihp.process import work_of
-from wrapper.agent.idleness import LOOK_EVERY_S, Idleness
+from resihp.wrapper.agent.idleness import LOOK_EVERY_S, Idleness
 
 SLEEPS = "import time\nprint('ready', flush=True)\ntime.sleep(600)\n"
 COMPUTES = "print('ready', flush=True)\nwhile True: pass\n"

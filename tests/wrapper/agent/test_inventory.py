@@ -14,7 +14,7 @@ from resihp.errors import ProtocolError
 from resihp.protocol import messages as m
 from resihp.protocol.framing import decode, encode
 from resihp.protocol.inventory import MAX_TEXT_CHARS, DeviceInventory, NodeInventory
-from wrapper.agent import inventory
+from resihp.wrapper.agent import inventory
 
 INFORMATION = """\
 Model: \t\t {model}

@@ -13,10 +13,10 @@ from resihp.protocol import messages as m
 from resihp.record import journal_file
 from resihp.record.journal import IterationCommitted, LeaderChosen, NodeJoined, Record, first_seq
 from resihp.record.journal_format import encode
+from resihp.wrapper.agent.succession.journal_copy import Replica, local_place
+from resihp.wrapper.job_files.job import OurJob, ours
+from resihp.wrapper.job_folder import Job
 from tests.wrapper.agent.test_agent import outcome
-from wrapper.agent.succession.journal_copy import Replica, local_place
-from wrapper.job_files.job import OurJob, ours
-from wrapper.job_folder import Job
 
 
 def committed(seq: int) -> Record:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from resihp.wrapper.agent import log_mirror
+from resihp.wrapper.agent.log_mirror import LogMirror
 from tests.waiting import until
-from wrapper.agent import log_mirror
-from wrapper.agent.log_mirror import LogMirror
 
 
 @pytest.fixture(autouse=True)

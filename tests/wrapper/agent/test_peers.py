@@ -16,11 +16,11 @@ from resihp.protocol import messages as m
 from resihp.protocol.serving import serve
 from resihp.record.journal import LeaderChosen, Record, first_seq
 from resihp.record.journal_format import encode
+from resihp.wrapper.agent import peers as peers_module
+from resihp.wrapper.agent.peers import Peers
+from resihp.wrapper.agent.succession.journal_copy import Replica
+from resihp.wrapper.agent.supervisor_link import Address
 from tests.wrapper.agent.test_election import beginning
-from wrapper.agent import peers as peers_module
-from wrapper.agent.peers import Peers
-from wrapper.agent.succession.journal_copy import Replica
-from wrapper.agent.supervisor_link import Address
 
 KEY = os.urandom(32)
 NODES = ("n1", "n2", "n3")

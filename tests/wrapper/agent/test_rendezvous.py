@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from resihp.protocol import messages as m
 from resihp.protocol.rendezvous import MAX_MEETING_BYTES
-from wrapper.agent.rendezvous import Relay
+from resihp.wrapper.agent.rendezvous import Relay
 
 EPOCH = m.MeetingId(epoch=2)
 

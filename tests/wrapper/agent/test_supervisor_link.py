@@ -14,9 +14,9 @@ import pytest
 from resihp.protocol import messages as m
 from resihp.protocol.framing import Envelope
 from resihp.protocol.serving import serve
+from resihp.wrapper.agent import supervisor_link
+from resihp.wrapper.agent.supervisor_link import Address, LeaderLink
 from tests.wrapper.agent.test_agent import PretendedSupervisor
-from wrapper.agent import supervisor_link
-from wrapper.agent.supervisor_link import Address, LeaderLink
 
 KEY = os.urandom(32)
 

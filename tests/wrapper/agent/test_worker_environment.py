@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from resihp.protocol.messages import Start
+from resihp.wrapper.agent.worker_environment import as_torchrun, environment_of
 from tests.wrapper.run_requests import run_request
-from wrapper.agent.worker_environment import as_torchrun, environment_of
 
 NODES = ("n1", "n1", "n2", "n2")
 

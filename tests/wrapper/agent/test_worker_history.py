@@ -10,8 +10,8 @@ from resihp.parallelism.model import ModelSpec
 from resihp.protocol import messages as m
 from resihp.protocol.forwarding import label_of
 from resihp.protocol.framing import encode
+from resihp.wrapper.agent.worker_history import MAX_PARTS, REPORTED_STEPS, WorkerRecord
 from tests.wrapper.agent.test_agent import outcome
-from wrapper.agent.worker_history import MAX_PARTS, REPORTED_STEPS, WorkerRecord
 
 DECLARE = m.Declare(
     model=ModelSpec(layers=2, hidden=8, heads=2, kv_groups=2, ffn_hidden=16, vocab=16, sequence=8),

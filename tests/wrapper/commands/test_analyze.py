@@ -15,11 +15,11 @@ from typer.testing import CliRunner, Result
 
 from resihp.detector.offline.recordings import formats
 from resihp.errors import UsageError
+from resihp.wrapper.cli import app
+from resihp.wrapper.commands import analyze
+from resihp.wrapper.exit_codes import exit_code_of
+from resihp.wrapper.job_folder import create_local_job
 from tests.wrapper.commands.status.test_status import record_job
-from wrapper.cli import app
-from wrapper.commands import analyze
-from wrapper.exit_codes import exit_code_of
-from wrapper.job_folder import create_local_job
 
 KEYS = [
     *("schema", "kind", "runs", "iterations", "healthy_seconds", "events", "ranks"),

@@ -15,21 +15,21 @@ import msgspec
 import pytest
 from rich.console import Console
 
-import db.layouts
-from db.writing.catch_up import catch_up
+import resihp.db.layouts
+from resihp.db.writing.catch_up import catch_up
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal
 from resihp.settings import Settings
+from resihp.wrapper.job_folder import Job, create_local_job
+from resihp.wrapper.output.idle_gpus import IdleGpus
+from resihp.wrapper.output.job_history import JobHistory
+from resihp.wrapper.sinks.figures import followed
+from resihp.wrapper.sinks.terminal import LiveView
+from resihp.wrapper.sinks.tracing.spans import Story
 from tests.db.conftest import outcome, started, write_journal
 from tests.wrapper.commands.history.test_history import text_of
 from tests.wrapper.commands.status.test_status import home, resihp, rows
-from wrapper.job_folder import Job, create_local_job
-from wrapper.output.idle_gpus import IdleGpus
-from wrapper.output.job_history import JobHistory
-from wrapper.sinks.figures import followed
-from wrapper.sinks.terminal import LiveView
-from wrapper.sinks.tracing.spans import Story
 
 __all__ = ["home"]  # a fixture that every test of this module uses
 
@@ -298,8 +298,8 @@ def test_no_more_layouts_are_read_than_it_takes(since: int, read: int, monkeypat
     live = JobHistory.of_records(journal.Record(seq, at, entry) for seq, (entry, at) in enumerate(often("j"), 1))
     job = of(often)
     found: list[str] = []
-    ranks_of = db.layouts.ranks_of
-    monkeypatch.setattr(db.layouts, "ranks_of", lambda text: (found.append(text), ranks_of(text))[1])
+    ranks_of = resihp.db.layouts.ranks_of
+    monkeypatch.setattr(resihp.db.layouts, "ranks_of", lambda text: (found.append(text), ranks_of(text))[1])
     assert json.loads(resihp("status", job.name, "--json").stdout)["idle_line"] == IdleGpus(live).line()
     assert len(found) == read
 

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from db.maintenance import record
-from db.migrate import head
-from db.reading.queries import Reader
-from db.writer import Ledger
-from db.writing.catch_up import catch_up
+from resihp.db.maintenance import record
+from resihp.db.migrate import head
+from resihp.db.reading.queries import Reader
+from resihp.db.writer import Ledger
+from resihp.db.writing.catch_up import catch_up
+from resihp.wrapper.cli import app
+from resihp.wrapper.job_folder import Job, create_local_job
 from tests.db.conftest import story, write_journal
 from tests.db.later_schema import LATER, add_later_schema
-from wrapper.cli import app
-from wrapper.job_folder import Job, create_local_job
 
 Resihp = Callable[..., Result]
 
@@ -232,7 +232,7 @@ def test_a_user_is_given_the_ledger_that_the_newest_job_here_writes_to(
     resihp: Resihp, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "ledger sqlite:" in refusal(resihp("grant", "alice"))
-    monkeypatch.setattr("wrapper.output.ledgers.our_url", lambda own: "postgresql://me:secret@host/history")
+    monkeypatch.setattr("resihp.wrapper.output.ledgers.our_url", lambda own: "postgresql://me:secret@host/history")
     content = answer(resihp("grant", "alice", "--as", "reader", "--json"))
     assert (content["ledger"], content["role"], content["kind"]) == (
         *("postgresql+psycopg://me:***@host/history", "alice", "reader"),

@@ -15,16 +15,16 @@ from resihp.protocol.messages import Declare
 from resihp.record.journal import ModelDeclared
 from resihp.record.journal_file import Journal
 from resihp.simulator.scenarios.scenario import MODEL
+from resihp.slurm.client import JobView, NodeView
+from resihp.slurm.drains.exclusions import Exclusions
 from resihp.worker.checkpoints import write_manifest
-from slurm.client import JobView, NodeView
-from slurm.drains.exclusions import Exclusions
+from resihp.wrapper.commands.dry_run import dry_run_lines
+from resihp.wrapper.commands.run import Options, check, prepare
+from resihp.wrapper.config.shape import devices_of
+from resihp.wrapper.job_folder import home
 from tests.slurm.fake_slurm import FakeSlurm
 from tests.wrapper.commands.test_earlier_runs import decides
 from tests.wrapper.commands.test_resume import batch, start
-from wrapper.commands.dry_run import dry_run_lines
-from wrapper.commands.run import Options, check, prepare
-from wrapper.config.shape import devices_of
-from wrapper.job_folder import home
 
 __all__ = ["batch"]  # the fixture: in the batch script of job 77
 

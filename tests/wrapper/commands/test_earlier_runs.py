@@ -9,9 +9,9 @@ import pytest
 from resihp.errors import OwnershipError
 from resihp.record.journal import DrainDecided, NodeJoined
 from resihp.record.journal_file import Journal
+from resihp.wrapper.commands.earlier_runs import EarlierRuns, of
+from resihp.wrapper.config.run_spec import RunRequest
 from tests.wrapper.commands.test_resume import batch, checkpoint, start
-from wrapper.commands.earlier_runs import EarlierRuns, of
-from wrapper.config.run_spec import RunRequest
 
 __all__ = ["batch"]  # the fixture: in the batch script of job 77
 

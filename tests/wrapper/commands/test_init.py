@@ -11,14 +11,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from resihp.errors import ResihpError, UsageError
-from slurm.survey import Survey
+from resihp.slurm.survey import Survey
+from resihp.wrapper.cli import app
+from resihp.wrapper.commands import init
+from resihp.wrapper.commands.init import PLACEHOLDER_COMMAND, JobFileChoice, choose, job_text
+from resihp.wrapper.commands.submit import submit
+from resihp.wrapper.config.sources import read
 from tests.slurm.fake_slurm import FakeSlurm
 from tests.slurm.fake_survey import FakeSurvey, partition
-from wrapper.cli import app
-from wrapper.commands import init
-from wrapper.commands.init import PLACEHOLDER_COMMAND, JobFileChoice, choose, job_text
-from wrapper.commands.submit import submit
-from wrapper.config.sources import read
 
 
 @pytest.fixture

@@ -20,22 +20,22 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from db.writer import Ledger
+from resihp.db.writer import Ledger
 from resihp.errors import JobNotFoundError, LedgerError
 from resihp.record import journal, journal_file
-from slurm.client import JobView
-from slurm.errors import SlurmUnavailableError
+from resihp.slurm.client import JobView
+from resihp.slurm.errors import SlurmUnavailableError
+from resihp.wrapper import registry
+from resihp.wrapper.cli import app
+from resihp.wrapper.commands.jobs.listing import listed
+from resihp.wrapper.commands.jobs.tables import lines
+from resihp.wrapper.job_files.registered import entry_of, user_name
+from resihp.wrapper.job_folder import Job, create_local_job, create_slurm_job, find_job, note_end, take_lock
+from resihp.wrapper.output.ledgers import opened
+from resihp.wrapper.sinks.progress_file import ProgressFileWriter
 from tests.slurm.fake_slurm import FakeSlurm
 from tests.waiting import until
 from tests.wrapper.commands.status.test_status import record_job
-from wrapper import registry
-from wrapper.cli import app
-from wrapper.commands.jobs.listing import listed
-from wrapper.commands.jobs.tables import lines
-from wrapper.job_files.registered import entry_of, user_name
-from wrapper.job_folder import Job, create_local_job, create_slurm_job, find_job, note_end, take_lock
-from wrapper.output.ledgers import opened
-from wrapper.sinks.progress_file import ProgressFileWriter
 
 HOST = socket.gethostname()
 DAY_S = 86400.0
@@ -106,7 +106,7 @@ def told(job: Job) -> None:
 
 HEAVY = """
 import sys
-from wrapper.cli import app
+from resihp.wrapper.cli import app
 try: app(['jobs'])
 except SystemExit: pass
 print([name for name in ('sqlalchemy', 'pandas', 'numpy', 'torch', 'asyncio', 'resihp.record.journal')
@@ -216,7 +216,7 @@ def test_a_dead_job_is_ended_and_one_that_never_began_too(fresh_home: Path) -> N
 @pytest.mark.parametrize("which", ["its process", "that of an earlier boot"])
 def test_a_job_whose_process_ended_before_it_began_is_not_starting(fresh_home: Path, which: str) -> None:
     if which == "its process":
-        code = "from wrapper.job_folder import create_local_job; create_local_job()"
+        code = "from resihp.wrapper.job_folder import create_local_job; create_local_job()"
         subprocess.run([sys.executable, "-c", code], check=True)
     else:
         job = create_local_job()

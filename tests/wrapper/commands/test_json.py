@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from db.migrate import head
+from resihp.db.migrate import head
 from resihp.errors import UsageError
 from resihp.protocol.messages import OperatorReply
 from resihp.worker.checkpoints import write_manifest
+from resihp.wrapper.cli import app
+from resihp.wrapper.commands.run import guardian
+from resihp.wrapper.config.run_spec import load
+from resihp.wrapper.job_folder import Job, create_local_job
 from tests.slurm.fake_slurm import FakeSlurm
 from tests.wrapper.commands.status.test_status import record_job
 from tests.wrapper.run_requests import run_request
-from wrapper.cli import app
-from wrapper.commands.run import guardian
-from wrapper.config.run_spec import load
-from wrapper.job_folder import Job, create_local_job
 
 OUTCOME = [
     *("schema", "job", "id", "exit_code", "state", "reason", "iteration", "target", "committed_iterations"),
@@ -51,8 +51,8 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask(*arguments: object, **options: object) -> OperatorReply:
         return OperatorReply(ok=True, text="done as asked")
 
-    monkeypatch.setattr("wrapper.commands.operate.request.ask", ask)
-    monkeypatch.setattr("wrapper.commands.operate.inject.ask", ask)
+    monkeypatch.setattr("resihp.wrapper.commands.operate.request.ask", ask)
+    monkeypatch.setattr("resihp.wrapper.commands.operate.inject.ask", ask)
 
 
 def test_run(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_run(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return code
 
     monkeypatch.setattr(guardian, "guard", guard)
-    monkeypatch.setattr("wrapper.commands.run.never_wait_for", lambda *_: None)
+    monkeypatch.setattr("resihp.wrapper.commands.run.never_wait_for", lambda *_: None)
     (fresh_home / "train.py").write_text("")
     command = ("run", "--json", "--local", "--nodes", "2", "--gpus-per-node", "2", "--", sys.executable, "train.py")
     found, said = told(*command, code=1)
@@ -143,7 +143,7 @@ def test_inject(over: Job, answers: None) -> None:
 
 @pytest.mark.parametrize("chain", [1, 2])
 def test_submit(fresh_home: Path, monkeypatch: pytest.MonkeyPatch, chain: int) -> None:
-    monkeypatch.setattr("slurm.commands.CommandLine", lambda: FakeSlurm(["n1"]))
+    monkeypatch.setattr("resihp.slurm.commands.CommandLine", lambda: FakeSlurm(["n1"]))
     (fresh_home / "train.py").write_text("")
     job_file = fresh_home / "job.toml"
     command = f"[job]\ntime = '2h'\ncommand = ['{sys.executable}', 'train.py']\n[checkpoint]\nfolder = '{fresh_home}'\n"

@@ -8,8 +8,8 @@ import pytest
 
 from resihp.record.journal import AnyEntry, FailureFound, WorkerEnded, WorkerStarted
 from resihp.record.journal_file import Journal
-from wrapper.commands.operate.last_words import last_words
-from wrapper.job_folder import Job, create_local_job
+from resihp.wrapper.commands.operate.last_words import last_words
+from resihp.wrapper.job_folder import Job, create_local_job
 
 
 @pytest.fixture

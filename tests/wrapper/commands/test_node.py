@@ -16,16 +16,16 @@ from typer.testing import CliRunner, Result
 
 from resihp.errors import ResihpError, UsageError
 from resihp.record import journal, journal_file
-from slurm.client import PREFIX
-from slurm.drains.exclusions import Exclusions
-from slurm.errors import SlurmRefusedError
+from resihp.slurm.client import PREFIX
+from resihp.slurm.drains.exclusions import Exclusions
+from resihp.slurm.errors import SlurmRefusedError
+from resihp.wrapper.cli import app
+from resihp.wrapper.commands.node import command as node_commands
+from resihp.wrapper.commands.submit import submit
+from resihp.wrapper.job_files.contents import JobFile
+from resihp.wrapper.job_folder import create_slurm_job, home, write_private
+from resihp.wrapper.slurm_tasks.exclusion_lists import given_all_the_same
 from tests.slurm.fake_slurm import FakeSlurm
-from wrapper.cli import app
-from wrapper.commands.node import command as node_commands
-from wrapper.commands.submit import submit
-from wrapper.job_files.contents import JobFile
-from wrapper.job_folder import create_slurm_job, home, write_private
-from wrapper.slurm_tasks.exclusion_lists import given_all_the_same
 
 ME = pwd.getpwuid(os.getuid()).pw_name
 
@@ -38,7 +38,7 @@ def slurm(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     fake.add_job("n4", id="18", user="bob")
     monkeypatch.setattr(node_commands, "connect", lambda: fake)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    monkeypatch.setattr("slurm.drains.spool.DEFAULT_FOLDER", fresh_home / "no-spool")
+    monkeypatch.setattr("resihp.slurm.drains.spool.DEFAULT_FOLDER", fresh_home / "no-spool")
     return fake
 
 

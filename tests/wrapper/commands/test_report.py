@@ -13,26 +13,26 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from db.reading.queries import Reader
-from db.writer import Ledger
-from db.writing.catch_up import catch_up
+from resihp.db.reading.queries import Reader
+from resihp.db.writer import Ledger
+from resihp.db.writing.catch_up import catch_up
 from resihp.errors import JobNotFoundError, UsageError
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal
+from resihp.wrapper.cli import app
+from resihp.wrapper.commands.report import page
+from resihp.wrapper.commands.report.command import file_name, write
+from resihp.wrapper.commands.report.facts import Facts, read
+from resihp.wrapper.commands.report.layouts import Picture, changes
+from resihp.wrapper.commands.report.markdown import markdown, text
+from resihp.wrapper.commands.report.story import CAUSE_WORDS, node_lines, safe, sentences, settings
+from resihp.wrapper.commands.report.svg import ticks, time_ticks
+from resihp.wrapper.commands.report.timeline import MAX_BOXES, TIME_BINS, timeline
+from resihp.wrapper.job_folder import create_local_job
+from resihp.wrapper.output.render import hours
 from tests.db.conftest import BEGAN, absent_story, any_layout_story, node_story, outcome, started, story, write_journal
 from tests.db.test_suspicions import suspicious_story
-from wrapper.cli import app
-from wrapper.commands.report import page
-from wrapper.commands.report.command import file_name, write
-from wrapper.commands.report.facts import Facts, read
-from wrapper.commands.report.layouts import Picture, changes
-from wrapper.commands.report.markdown import markdown, text
-from wrapper.commands.report.story import CAUSE_WORDS, node_lines, safe, sentences, settings
-from wrapper.commands.report.svg import ticks, time_ticks
-from wrapper.commands.report.timeline import MAX_BOXES, TIME_BINS, timeline
-from wrapper.job_folder import create_local_job
-from wrapper.output.render import hours
 
 Told = Iterator[tuple[journal.AnyEntry, float]]
 NASTY = (
@@ -250,7 +250,7 @@ def test_of_many_replicas_those_that_changed_are_drawn() -> None:
 
 
 def plan_row(epoch: int, layout: Layout) -> dict[str, object]:
-    from db.layouts import to_plain
+    from resihp.db.layouts import to_plain
 
     return {
         "epoch": epoch,
@@ -456,8 +456,8 @@ KEYS = {
 
 def slow_facts(folder: Path) -> Facts:
     """Rank 1 is slow, rank 3 dies; 40 iterations."""
+    from resihp.wrapper.job_folder import Job
     from tests.wrapper.commands.history.test_history import hurt
-    from wrapper.job_folder import Job
 
     job = Job("local-1", folder)
     (folder / "job.json").write_text(

@@ -13,17 +13,17 @@ import pytest
 from resihp.errors import JobNotFoundError, RestartBudgetError, UsageError
 from resihp.record.journal import JobEnded, JobSignalled, JobStarted
 from resihp.record.journal_file import Journal
+from resihp.slurm.client import JobView, NodeView
+from resihp.slurm.drains.exclusions import Exclusions
+from resihp.slurm.errors import SlurmOutputError, SlurmUnavailableError
 from resihp.worker.checkpoints import write_manifest
-from slurm.client import JobView, NodeView
-from slurm.drains.exclusions import Exclusions
-from slurm.errors import SlurmOutputError, SlurmUnavailableError
+from resihp.wrapper.commands.resume import RUN_FILE, CompletedError, command_to_go_on, requested_resumption, run_of
+from resihp.wrapper.commands.run import Options, prepare
+from resihp.wrapper.config.run_spec import RunRequest
+from resihp.wrapper.exit_codes import exit_code_of
+from resihp.wrapper.job_folder import create_local_job, find_job, runs_of, write_private
 from tests.slurm.fake_slurm import FakeSlurm
 from tests.wrapper.run_requests import run_request
-from wrapper.commands.resume import RUN_FILE, CompletedError, command_to_go_on, requested_resumption, run_of
-from wrapper.commands.run import Options, prepare
-from wrapper.config.run_spec import RunRequest
-from wrapper.exit_codes import exit_code_of
-from wrapper.job_folder import create_local_job, find_job, runs_of, write_private
 
 COMMAND = (sys.executable, "train.py")
 STARTED: dict[str, Any] = {

@@ -16,11 +16,11 @@ from resihp import errors
 from resihp.errors import CheckpointError, ConfigurationError, JobNotFoundError, LayoutError, UsageError
 from resihp.settings import Detection, ProbeLimits
 from resihp.worker.checkpoints import write_manifest
-from wrapper.commands import run
-from wrapper.commands.run import Options, prepare
-from wrapper.config.program import resolve
-from wrapper.config.run_spec import RunRequest
-from wrapper.exit_codes import EXIT_CODES, exit_code_of
+from resihp.wrapper.commands import run
+from resihp.wrapper.commands.run import Options, prepare
+from resihp.wrapper.config.program import resolve
+from resihp.wrapper.config.run_spec import RunRequest
+from resihp.wrapper.exit_codes import EXIT_CODES, exit_code_of
 
 COMMAND = (sys.executable, "train.py", "--lr", "1")
 
@@ -268,7 +268,7 @@ def test_every_error_has_an_exit_code() -> None:
 
 
 def command_line(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "wrapper", *arguments]
+    command = [sys.executable, "-P", "-m", "resihp", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -287,7 +287,7 @@ def test_help_is_quick_and_imports_nothing_heavy(fresh_home: Path) -> None:
     assert "run" in done.stdout
     assert min(times) < 0.5
     heavy = "{'torch', 'pandas', 'sqlalchemy', 'pydantic', 'numpy'}"
-    probe = f"import sys, wrapper.cli, wrapper.sinks.hooks; print({heavy} & set(sys.modules))"
+    probe = f"import sys, resihp.wrapper.cli, resihp.wrapper.sinks.hooks; print({heavy} & set(sys.modules))"
     loaded = subprocess.run([sys.executable, "-P", "-c", probe], capture_output=True, text=True, check=True)
     assert loaded.stdout == "set()\n"
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from resihp.errors import ConfigurationError, LayoutError, ResihpError, UsageError
-from slurm.drains.exclusions import Exclusions
-from slurm.errors import SlurmUnavailableError, SlurmUsageError
+from resihp.slurm.drains.exclusions import Exclusions
+from resihp.slurm.errors import SlurmUnavailableError, SlurmUsageError
+from resihp.wrapper.commands.submit import name_of, submit
+from resihp.wrapper.config.schema import Configuration
+from resihp.wrapper.exit_codes import exit_code_of
+from resihp.wrapper.job_folder import home
 from tests.slurm.fake_slurm import FakeSlurm
-from wrapper.commands.submit import name_of, submit
-from wrapper.config.schema import Configuration
-from wrapper.exit_codes import exit_code_of
-from wrapper.job_folder import home
 
 JOB = f"[job]\nnodes = 4\ngpus_per_node = 2\ntime = '2h'\ncommand = ['{sys.executable}', 'train.py']\n"
 LAYOUT = "[layout]\ntp = 2\npp = 2\n"

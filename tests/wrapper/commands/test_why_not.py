@@ -12,19 +12,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from db.reading.queries import Reader
-from db.writer import Ledger
 from resihp.controller.fail_slow.standings import RankAnswer
+from resihp.db.reading.queries import Reader
+from resihp.db.writer import Ledger
 from resihp.errors import ResihpError, UsageError
 from resihp.protocol.messages import AskStanding, OperatorReply
 from resihp.record import journal
+from resihp.wrapper.commands.operate import request
+from resihp.wrapper.commands.why_not import answer
+from resihp.wrapper.job_folder import Job, create_local_job, take_lock, write_private
 from tests.db.conftest import BEGAN, started, write_journal
 from tests.db.test_projection import SLOW
 from tests.db.test_suspicions import Told, beginning, ended, suspected, suspicious_story
 from tests.wrapper.commands.status.test_status import home, resihp
-from wrapper.commands.operate import request
-from wrapper.commands.why_not import answer
-from wrapper.job_folder import Job, create_local_job, take_lock, write_private
 
 __all__ = ["home"]  # a fixture that every test of this module uses
 
@@ -139,7 +139,7 @@ def test_the_supervisor_of_a_running_job_is_asked(monkeypatch: pytest.MonkeyPatc
             is_told = not isinstance(reply, OperatorReply) or reply.ok
             assert ("falling back to the ledger" in result.stderr) == is_told
         assert asked == [6] * 4
-        monkeypatch.setattr("wrapper.job_folder.ours", lambda found: None)
+        monkeypatch.setattr("resihp.wrapper.job_folder.ours", lambda found: None)
         assert json.loads(resihp("why-not", "6", "--json").stdout)["live"] is False
         assert asked == [6] * 4, "another user's supervisor is not connected to"
     finally:

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from resihp.errors import ConfigurationError
+from resihp.wrapper.config import container
+from resihp.wrapper.config.run_spec import Container
+from resihp.wrapper.config.schema import ContainerSection
 from tests.waiting import gone
 from tests.wrapper.conftest import SOON, StubJob
 from tests.wrapper.test_processes import FOREVER, exits, running
-from wrapper.config import container
-from wrapper.config.run_spec import Container
-from wrapper.config.schema import ContainerSection
 
 COMMAND = ["python3", "-P", "-m", "resihp.worker.forkserver"]
 
@@ -161,7 +161,7 @@ def test_what_is_inside_ends_with_the_agent_outside(stub_job: StubJob, inside: C
     """It is the runtime's child, or has its parent's number but not its death signal: the socket's end tells it."""
     stub_job.start(FOREVER, nodes=2, container=inside, environment=SOON)
     workers = running(stub_job, 2)
-    (agent,) = stub_job.processes("wrapper.agent.process --run " + str(stub_job.job.run_file) + " --node n2")
+    (agent,) = stub_job.processes("resihp.wrapper.agent.process --run " + str(stub_job.job.run_file) + " --node n2")
     (worker,) = [each.pid for each in workers if each.node == "n2"]
     agent.kill()
     stub_job.until(lambda: gone(worker))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from resihp.errors import UsageError
+from resihp.wrapper.config.run_spec import load
 from tests.wrapper.run_requests import run_request
-from wrapper.config.run_spec import load
 
 
 def test_what_is_saved_is_read(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ import pytest
 
 from resihp.errors import ConfigurationError
 from resihp.settings import Detection, ProbeLimits, Settings
-from wrapper.commands import run
-from wrapper.config import schema
-from wrapper.config.schema import Configuration
-from wrapper.config.sources import read
+from resihp.wrapper.commands import run
+from resihp.wrapper.config import schema
+from resihp.wrapper.config.schema import Configuration
+from resihp.wrapper.config.sources import read
 
 SECTIONS = {
     "section": "DetectSection",
@@ -26,7 +26,7 @@ SECTIONS = {
     "configuration.job": "JobSection",
     "configuration.checkpoint": "CheckpointSection",
 }
-"""Sections by their names in `wrapper.commands.run`."""
+"""Sections by their names in `resihp.wrapper.commands.run`."""
 
 
 def toml(path: Path, text: str) -> Path:

@@ -24,8 +24,8 @@ from resihp.errors import JobNotFoundError
 from resihp.executor.emulation import LAYER_MS
 from resihp.record import journal_file
 from resihp.record.journal import FailureFound, IterationCommitted, Reconfigured, Record
+from resihp.wrapper.job_files import job as wrapper_job
 from tests.integration.jobs import REPOSITORY, UNWATCHED, Job
-from wrapper.job_files import job as wrapper_job
 
 RECORDED = Path(__file__).parent / "recorded"
 WHERE = {"nodes": 2, "gpus": 2, "tp": 1, "pp": 2}
@@ -88,7 +88,7 @@ def supervisor_killed(job: Job) -> dict[str, list[Record]]:
     """The supervisor is killed, and its guardian starts another."""
     job.train("--checkpoint-every", "10", iterations=40, **WHERE)
     job.until(lambda: committed(job) >= 12, 900)
-    supervisors = [each for each in job.processes() if "wrapper.supervisor.process" in each.cmdline()]
+    supervisors = [each for each in job.processes() if "resihp.wrapper.supervisor.process" in each.cmdline()]
     ids = {each.pid for each in supervisors}
     for supervisor in supervisors:
         if supervisor.ppid() not in ids:

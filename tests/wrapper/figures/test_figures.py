@@ -21,14 +21,14 @@ from typer.testing import CliRunner
 from resihp.record import journal, journal_file
 from resihp.record.journal import Record
 from resihp.settings import Settings
+from resihp.wrapper.cli import app
+from resihp.wrapper.job_folder import Job, create_local_job
+from resihp.wrapper.output.ledgers import opened
+from resihp.wrapper.sinks.figures import Figures, followed
+from resihp.wrapper.sinks.lost_time import LostTime
+from resihp.wrapper.sinks.metrics import families
+from resihp.wrapper.sinks.terminal import LiveView
 from tests.wrapper.figures import recompute
-from wrapper.cli import app
-from wrapper.job_folder import Job, create_local_job
-from wrapper.output.ledgers import opened
-from wrapper.sinks.figures import Figures, followed
-from wrapper.sinks.lost_time import LostTime
-from wrapper.sinks.metrics import families
-from wrapper.sinks.terminal import LiveView
 
 RECORDED = Path(__file__).parent / "recorded"
 JOBS = ("two-failures", "interrupted", "resumed", "ctrl-c", "supervisor-killed", "slow")

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from resihp.errors import UsageError
-from slurm.client import NodeView
+from resihp.slurm.client import NodeView
+from resihp.wrapper.config.schema import Configuration
+from resihp.wrapper.config.shape import Shape, of_allocation, on_this_machine
+from resihp.wrapper.config.sources import read
+from resihp.wrapper.launch import allocation
+from resihp.wrapper.launch.allocation import Allocation, addresses, counts, find, no_kill_seen, own_address
 from tests.slurm.fake_slurm import FakeSlurm
-from wrapper.config.schema import Configuration
-from wrapper.config.shape import Shape, of_allocation, on_this_machine
-from wrapper.config.sources import read
-from wrapper.launch import allocation
-from wrapper.launch.allocation import Allocation, addresses, counts, find, no_kill_seen, own_address
 
 BATCH = {
     "SLURM_JOB_ID": "1234",

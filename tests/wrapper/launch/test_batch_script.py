@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from wrapper.launch.batch_script import is_trapped, lost_warning, options, warning, warning_would_be_lost
+from resihp.wrapper.launch.batch_script import is_trapped, lost_warning, options, warning, warning_would_be_lost
 
 WARNED = "#!/bin/bash\n#SBATCH --signal=B:USR2@300\n"
 RUN = "resihp run -- python train.py\n"
@@ -62,7 +62,7 @@ def test_doctor_reads_what_the_script_would_do() -> None:
     lost = warning_would_be_lost({}, WARNED + RUN)
     assert lost is not None
     assert lost.endswith("write exec before resihp run in the script")
-    assert warning_would_be_lost({}, WARNED + "python -m wrapper run x\n")
+    assert warning_would_be_lost({}, WARNED + "python -m resihp run x\n")
     for script in (
         WARNED + "exec " + RUN,
         WARNED + "trap save USR2\n" + RUN + "wait\n",
@@ -78,7 +78,7 @@ def test_doctor_reads_what_the_script_would_do() -> None:
 
 
 ASK = (
-    "import os; from wrapper.launch.batch_script import lost_warning; "
+    "import os; from resihp.wrapper.launch.batch_script import lost_warning; "
     "print(lost_warning(os.environ, os.environ['SCRIPT']))"
 )
 

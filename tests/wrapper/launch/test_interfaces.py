@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from resihp.errors import ConfigurationError
-from wrapper.launch import interfaces
+from resihp.wrapper.launch import interfaces
 
 THERE = {"eth0": "10.0.0.1", "ib0": "10.1.0.1", "ib1": "10.2.0.1", "ib10": "10.3.0.1", "lo": "127.0.0.1"}
 

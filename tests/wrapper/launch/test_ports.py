@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from resihp.errors import UsageError
-from wrapper.launch.ports import KeptPort, listen
+from resihp.wrapper.launch.ports import KeptPort, listen
 
 
 def free_range(count: int) -> tuple[int, int]:

@@ -15,10 +15,10 @@ import msgspec
 import pytest
 
 from resihp.errors import ResihpError
+from resihp.wrapper.config.run_spec import Program, RunRequest, SlurmRequest
+from resihp.wrapper.job_folder import create_slurm_job
+from resihp.wrapper.launch.slurm_launcher import Messages, SlurmLauncher, indices, step_command, step_environment
 from tests.wrapper.run_requests import run_request
-from wrapper.config.run_spec import Program, RunRequest, SlurmRequest
-from wrapper.job_folder import create_slurm_job
-from wrapper.launch.slurm_launcher import Messages, SlurmLauncher, indices, step_command, step_environment
 
 NODES = ("n1", "n2", "n3", "n7")
 
@@ -67,7 +67,7 @@ def test_one_step_starts_an_agent_on_each_node_with_all_that_is_there(request_: 
     ):
         assert option in options
     assert agent == [
-        *[sys.executable, "-P", "-m", "wrapper.agent.process", "--run", str(request_.of_job.run_file)],
+        *[sys.executable, "-P", "-m", "resihp.wrapper.agent.process", "--run", str(request_.of_job.run_file)],
         *["--node", "-", "--supervisor", "10.0.0.1:4000"],
     ]
 

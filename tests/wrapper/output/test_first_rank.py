@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from resihp.record.journal import AnyEntry, ModelDeclared, Record, WorkerStarted
+from resihp.wrapper.output import tail
+from resihp.wrapper.output.first_rank import MAX_LINES, FirstRank
 from tests.resihp.controller.direct import DECLARE
 from tests.waiting import until
-from wrapper.output import tail
-from wrapper.output.first_rank import MAX_LINES, FirstRank
 
 STARTED = WorkerStarted(rank=0, node="n1", device=0, pid=1, epoch=0)
 

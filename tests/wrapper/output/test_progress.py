@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from wrapper.output.progress import Goal, ago, goal, of_target, progress
+from resihp.wrapper.output.progress import Goal, ago, goal, of_target, progress
 
 BEGAN = datetime(2026, 1, 31, 12, tzinfo=UTC)
 MODEL = '{"iterations":60,"layers":[1,2]}'

@@ -7,9 +7,9 @@ from copy import copy
 
 from resihp.parallelism.layout import Layout
 from resihp.record import journal
-from wrapper.output.job_history import JobHistory
-from wrapper.output.rank_health import rank_health
-from wrapper.output.render import Health
+from resihp.wrapper.output.job_history import JobHistory
+from resihp.wrapper.output.rank_health import rank_health
+from resihp.wrapper.output.render import Health
 
 LAYOUT = Layout.uniform(tp=1, pp=2, dp=1, layers=4)
 

@@ -16,10 +16,10 @@ from resihp.parallelism.plan import Plan, spread
 from resihp.protocol.messages import Beat, StepOutcome, Stepped, WorkerBeat
 from resihp.record import journal
 from resihp.settings import Settings
+from resihp.wrapper.output.answers import tell
+from resihp.wrapper.output.render import Health, count, duration, layout_grid, legend, literal
+from resihp.wrapper.sinks.terminal import MAX_HELD_LINES, LiveView
 from tests.resihp.controller.direct import DECLARE
-from wrapper.output.answers import tell
-from wrapper.output.render import Health, count, duration, layout_grid, legend, literal
-from wrapper.sinks.terminal import MAX_HELD_LINES, LiveView
 
 SETTINGS = Settings(job="local-1 [red]", nodes=2, gpus_per_node=4, tp=2, pp=2)
 DP2 = Layout.uniform(tp=2, pp=2, dp=2, layers=8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wrapper.output.shells import line, shells
+from resihp.wrapper.output.shells import line, shells
 
 HERE = {"lost_at": None, "released_at": None}
 NODES = [

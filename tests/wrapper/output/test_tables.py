@@ -27,28 +27,28 @@ import pytest
 from rich.text import Text
 from typer.testing import CliRunner, Result
 
-import wrapper
-from db.maintenance import record as record_repair
-from db.reading import queries
-from db.writing.catch_up import catch_up
+from resihp import wrapper
+from resihp.db.maintenance import record as record_repair
+from resihp.db.reading import queries
+from resihp.db.writing.catch_up import catch_up
 from resihp.errors import ResihpError, UsageError
 from resihp.record import journal
+from resihp.slurm.drains.exclusions import Exclusions
+from resihp.slurm.errors import SlurmRefusedError
 from resihp.worker.checkpoints import write_manifest
-from slurm.drains.exclusions import Exclusions
-from slurm.errors import SlurmRefusedError
+from resihp.wrapper.cli import app
+from resihp.wrapper.commands.doctor import command as doctor
+from resihp.wrapper.commands.doctor.machine import CheckResult
+from resihp.wrapper.commands.history import tables as views
+from resihp.wrapper.commands.history.query import By
+from resihp.wrapper.commands.history.views import HISTORY_VIEWS
+from resihp.wrapper.commands.node import command as node_commands
+from resihp.wrapper.job_folder import create_local_job, home
+from resihp.wrapper.output import tables
+from resihp.wrapper.output.tables import Column
 from tests.db.conftest import any_layout_story, node_story, write_journal
 from tests.slurm.fake_slurm import FakeSlurm
 from tests.wrapper.commands.history.test_history import doubted
-from wrapper.cli import app
-from wrapper.commands.doctor import command as doctor
-from wrapper.commands.doctor.machine import CheckResult
-from wrapper.commands.history import tables as views
-from wrapper.commands.history.query import By
-from wrapper.commands.history.views import HISTORY_VIEWS
-from wrapper.commands.node import command as node_commands
-from wrapper.job_folder import create_local_job, home
-from wrapper.output import tables
-from wrapper.output.tables import Column
 
 WIDTHS = [40, 80, 160]
 JOB = "llama3-70b-pretrain-long-context-ablation-lr3e4-stage2-run"
@@ -237,7 +237,7 @@ VIEW_COLUMNS = {
 @each_width
 def test_every_view_of_history(view: str, narrow: int, seen: Seen, capsys: pytest.CaptureFixture[str]) -> None:
     """Also those of which that fleet has nothing: two rows whose names differ in their last letter."""
-    from wrapper.output.answers import console
+    from resihp.wrapper.output.answers import console
 
     names = [name for name in (*queries.COLUMNS[view], "job", "uuid", "money") if name != "job_uuid"]
     rows = [{name: made(name, n) for name in names} for n in (1, 2)]
@@ -405,7 +405,7 @@ def without_sentences(shown: str) -> str:
 
 
 def test_no_command_has_a_table_of_its_own() -> None:
-    """What is not seen above is not tested: tables are `wrapper.output.tables`', and these modules use them."""
+    """What is not seen above is not tested: tables are `resihp.wrapper.output.tables`', and these modules use them."""
     root = Path(wrapper.__file__).parent
     own, users = set(), set()
     for path in root.rglob("*.py"):
@@ -413,15 +413,29 @@ def test_no_command_has_a_table_of_its_own() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module == "rich.table":
                 own.add(name)
-            if isinstance(node, ast.ImportFrom) and node.module == "wrapper.output.tables":
+            if isinstance(node, ast.ImportFrom) and node.module == "resihp.wrapper.output.tables":
                 users.add(name)
-    assert own == {"wrapper.output.tables", "wrapper.commands.watch.picture"}, "the picture is two columns of a window"
+    assert own == {"resihp.wrapper.output.tables", "resihp.wrapper.commands.watch.picture"}, (
+        "the picture is two columns of a window"
+    )
     assert users == {
-        *("wrapper.commands.analyze", "wrapper.commands.compare", "wrapper.commands.doctor.command"),
-        *("wrapper.commands.history.command", "wrapper.commands.history.tables"),
-        *("wrapper.commands.jobs.tables", "wrapper.commands.status.tables"),
-        *("wrapper.commands.node.command", "wrapper.commands.node.maintenance", "wrapper.commands.operate.checkpoint"),
-        *("wrapper.commands.plan.command", "wrapper.commands.plan.hurts", "wrapper.commands.plan.tables"),
+        *(
+            "resihp.wrapper.commands.analyze",
+            "resihp.wrapper.commands.compare",
+            "resihp.wrapper.commands.doctor.command",
+        ),
+        *("resihp.wrapper.commands.history.command", "resihp.wrapper.commands.history.tables"),
+        *("resihp.wrapper.commands.jobs.tables", "resihp.wrapper.commands.status.tables"),
+        *(
+            "resihp.wrapper.commands.node.command",
+            "resihp.wrapper.commands.node.maintenance",
+            "resihp.wrapper.commands.operate.checkpoint",
+        ),
+        *(
+            "resihp.wrapper.commands.plan.command",
+            "resihp.wrapper.commands.plan.hurts",
+            "resihp.wrapper.commands.plan.tables",
+        ),
     }
 
 
@@ -433,7 +447,7 @@ def in_terminal(columns: int, *argv: str) -> list[str]:
     own, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "xterm"}
-    command = [sys.executable, "-m", "wrapper", *argv]
+    command = [sys.executable, "-m", "resihp", *argv]
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL, env=environment) as child:
         os.close(theirs)
         shown = b""
@@ -455,7 +469,7 @@ def test_a_terminal_has_its_width_and_a_pipe_all_of_it(fleet: str, monkeypatch: 
     for columns in (40, 80):
         assert max(map(len, in_terminal(columns, *arguments))) <= columns
     monkeypatch.delenv("COLUMNS", raising=False)
-    piped = subprocess.run([sys.executable, "-m", "wrapper", *arguments], capture_output=True, text=True, check=True)
+    piped = subprocess.run([sys.executable, "-m", "resihp", *arguments], capture_output=True, text=True, check=True)
     rows = [line for line in piped.stdout.splitlines() if JOB in line]
     assert len(rows) == 5
     assert all(f"{JOB}{n}" in "".join(rows) for n in (0, 2))
@@ -480,7 +494,7 @@ COLUMNS = (Column("job", wraps=True), Column("took"), Column("node", kept=True),
 
 
 def test_what_is_left_out_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from wrapper.output.answers import console
+    from resihp.wrapper.output.answers import console
 
     rows = [("a-job-of-some-length", "3 min 20 s", "n" * 20, "it failed for some reason")]
     monkeypatch.setenv("COLUMNS", "54")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from wrapper.output import tail
-from wrapper.output.tail import GrowingFiles, last_lines
+from resihp.wrapper.output import tail
+from resihp.wrapper.output.tail import GrowingFiles, last_lines
 
 
 @pytest.fixture

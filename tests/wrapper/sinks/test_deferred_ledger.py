@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-import db.engine
-from db.reading.queries import Reader
-from db.writer import Ledger
+import resihp.db.engine
+from resihp.db.reading.queries import Reader
+from resihp.db.writer import Ledger
 from resihp.record import journal_file, journal_format
+from resihp.wrapper.sinks import deferred_ledger
+from resihp.wrapper.sinks.deferred_ledger import DeferredLedger
 from tests.db.conftest import Listener, story, write_journal
-from wrapper.sinks import deferred_ledger
-from wrapper.sinks.deferred_ledger import DeferredLedger
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(db.engine, "BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(resihp.db.engine, "BUSY_TIMEOUT_S", 0.05)
     monkeypatch.setattr(deferred_ledger, "FIRST_TRY_S", 0.0)
     monkeypatch.setattr(deferred_ledger, "RETRY_S", 0.05)
 

@@ -14,26 +14,26 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import wrapper.sinks.fanout
-import wrapper.sinks.tensorboard
-from db.telemetry.report_rows import Report
+import resihp.wrapper.sinks.fanout
+import resihp.wrapper.sinks.tensorboard
+from resihp.db.telemetry.report_rows import Report
 from resihp.errors import ConfigurationError
 from resihp.record import journal, packing
 from resihp.record.journal import IterationsPacked, Record
 from resihp.record.packing import MAX_PACKED_ITERATIONS, pack
+from resihp.wrapper.commands import run
+from resihp.wrapper.config.run_spec import ListenerSettings, load
+from resihp.wrapper.config.sources import read
+from resihp.wrapper.job_folder import create_local_job
+from resihp.wrapper.sinks.fanout import Listeners, asked, listeners, notify_of_end, standing
+from resihp.wrapper.sinks.figures import Figures, follow, followed
+from resihp.wrapper.sinks.tensorboard import TensorBoard, scalars
 from tests.db.conftest import BEGAN, story, write_journal
 from tests.resihp.record.test_packing import committed
 from tests.wrapper.conftest import StubJob
 from tests.wrapper.sinks.test_metrics import free_port, samples
 from tests.wrapper.supervisor.test_shell import request_of
 from tests.wrapper.test_processes import UNTIL_TOLD, led_by, running, supervisor_of
-from wrapper.commands import run
-from wrapper.config.run_spec import ListenerSettings, load
-from wrapper.config.sources import read
-from wrapper.job_folder import create_local_job
-from wrapper.sinks.fanout import Listeners, asked, listeners, notify_of_end, standing
-from wrapper.sinks.figures import Figures, follow, followed
-from wrapper.sinks.tensorboard import TensorBoard, scalars
 
 SECRET = "https://example.org/SECRET"
 
@@ -145,13 +145,13 @@ def test_a_refused_webhook_is_not_repeated(fresh_home: Path, where: str, monkeyp
 def test_what_is_not_installed_is_refused(
     fresh_home: Path, monkeypatch: pytest.MonkeyPatch, missing: str, text: str
 ) -> None:
-    found = wrapper.sinks.fanout.find_spec
+    found = resihp.wrapper.sinks.fanout.find_spec
 
     def find(name: str) -> object:
         return None if name == missing else found(name)
 
-    monkeypatch.setattr("wrapper.sinks.fanout.find_spec", find)
-    monkeypatch.setattr("wrapper.sinks.tensorboard.find_spec", find)
+    monkeypatch.setattr("resihp.wrapper.sinks.fanout.find_spec", find)
+    monkeypatch.setattr("resihp.wrapper.sinks.tensorboard.find_spec", find)
     with pytest.raises(ConfigurationError, match=r"not installed; pip install .* or leave it out"):
         settings(fresh_home, f"[metrics]\n{text}\n")
 
@@ -199,7 +199,7 @@ def test_what_cannot_be_opened_is_said(fresh_home: Path, monkeypatch: pytest.Mon
     def broken(*_: object, **__: object) -> None:
         raise ImportError("no such thing")
 
-    monkeypatch.setattr("wrapper.sinks.metrics.Metrics", broken)
+    monkeypatch.setattr("resihp.wrapper.sinks.metrics.Metrics", broken)
     said: list[str] = []
     request = msgspec.structs.replace(request_of(create_local_job()), listening=ListenerSettings(textfile="x.prom"))
     assert listeners(request, None, said.append) == []
@@ -284,7 +284,9 @@ def test_a_take_over_after_a_million_iterations_unpacks_none_of_them(
         return iter(())
 
     monkeypatch.setattr(packing, "_rows", rows)
-    monkeypatch.setattr(wrapper.sinks.tensorboard, "_writer", lambda folder: pytest.fail("what is past is written"))
+    monkeypatch.setattr(
+        resihp.wrapper.sinks.tensorboard, "_writer", lambda folder: pytest.fail("what is past is written")
+    )
     listening = ListenerSettings(textfile=str(tmp_path / "job.prom"), tensorboard=str(tmp_path / "runs"), traces=True)
     request = msgspec.structs.replace(request_of(create_local_job()), listening=listening)
     opened = listeners(request, Ledger(), pytest.fail, past)

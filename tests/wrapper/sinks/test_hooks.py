@@ -16,11 +16,21 @@ import pytest
 
 from resihp.errors import ConfigurationError
 from resihp.record import journal
+from resihp.wrapper.config.schema import HooksSection
+from resihp.wrapper.sinks.hooks import (
+    EVENT_ENTRIES,
+    Hook,
+    checked,
+    command,
+    document,
+    event_of,
+    masked,
+    url_in,
+    webhook,
+)
+from resihp.wrapper.sinks.queue import BackgroundQueue, UndeliveredError
 from tests.db.conftest import BEGAN, any_layout_story, node_story, started, story, write_journal
 from tests.waiting import gone, until
-from wrapper.config.schema import HooksSection
-from wrapper.sinks.hooks import EVENT_ENTRIES, Hook, checked, command, document, event_of, masked, url_in, webhook
-from wrapper.sinks.queue import BackgroundQueue, UndeliveredError
 
 ALL = tuple(EVENT_ENTRIES)
 END = journal.Record(99, BEGAN + 99, journal.JobEnded(exit_code=1, state="failed", reason='a "b"\n<é>\udc80'))

@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from db.reading.queries import Reader
-from db.writer import Ledger
+from resihp.db.reading.queries import Reader
+from resihp.db.writer import Ledger
 from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal
 from resihp.record.packing import pack
+from resihp.wrapper.sinks.lost_time import CONTEXT_COMMITS, SETTLE_EVERY_COMMITS, SETTLE_LAG_COMMITS, LostTime
 from tests.db.conftest import (
     BEGAN,
     DP3,
@@ -26,7 +27,6 @@ from tests.db.conftest import (
     story,
     write_journal,
 )
-from wrapper.sinks.lost_time import CONTEXT_COMMITS, SETTLE_EVERY_COMMITS, SETTLE_LAG_COMMITS, LostTime
 
 Story = Iterator[tuple[journal.AnyEntry, float]]
 

@@ -23,17 +23,17 @@ from prometheus_client.openmetrics import exposition
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
-import wrapper.sinks.metrics
-from db.reading.queries import Reader
-from db.writer import Ledger
+import resihp.wrapper.sinks.metrics
+from resihp.db.reading.queries import Reader
+from resihp.db.writer import Ledger
 from resihp.record import journal
 from resihp.record.packing import pack, unpack
+from resihp.wrapper.sinks.figures import follow, followed, snapshot
+from resihp.wrapper.sinks.lost_time import LostTime
+from resihp.wrapper.sinks.metrics import MAX_CONNECTIONS, MAX_WAITING_RECORDS, Metrics
 from tests.db.conftest import BEGAN, any_layout_story, node_story, outcome, started, story, write_journal
 from tests.resihp.record.test_packing import committed
 from tests.waiting import until
-from wrapper.sinks.figures import follow, followed, snapshot
-from wrapper.sinks.lost_time import LostTime
-from wrapper.sinks.metrics import MAX_CONNECTIONS, MAX_WAITING_RECORDS, Metrics
 
 LATER = BEGAN + 3600
 
@@ -138,7 +138,7 @@ def test_counters_go_on_where_they_were_for_a_supervisor_that_takes_over(tmp_pat
 def test_a_long_past_is_told_once_all_of_it_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not step by step: to `rate` it would have been lost just now."""
     go_on = threading.Event()
-    monkeypatch.setattr(wrapper.sinks.metrics.time, "sleep", lambda _: go_on.wait(30))
+    monkeypatch.setattr(resihp.wrapper.sinks.metrics.time, "sleep", lambda _: go_on.wait(30))
     metrics = Metrics("j", say=pytest.fail, records=told(long_past(1000), tmp_path))
     assert not [key for key in samples(metrics.text()) if key[0].startswith("resihp_lost")]
     go_on.set()
@@ -280,7 +280,7 @@ def test_odd_names_come_out_as_they_are(tmp_path: Path) -> None:
     metrics.submit(journal.Record(2, BEGAN, failure))
     found = samples(metrics.text())
     (node,) = [key[-1] for key in found if key[0] == "resihp_failures_total"]
-    assert node == "node=" + ODD.replace("\udc80", "?")[: wrapper.sinks.metrics.MAX_LABEL_CHARACTERS]
+    assert node == "node=" + ODD.replace("\udc80", "?")[: resihp.wrapper.sinks.metrics.MAX_LABEL_CHARACTERS]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -343,7 +343,7 @@ def test_it_answers_on_loopback_while_the_job_runs(tmp_path: Path) -> None:
 
 
 def test_connections_that_say_nothing_cost_a_few_threads_and_not_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wrapper.sinks.metrics, "REQUEST_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(resihp.wrapper.sinks.metrics, "REQUEST_TIMEOUT_S", 0.5)
     metrics = Metrics("j", say=print)
     port = metrics.serve(free_port())
     assert port is not None
@@ -387,7 +387,7 @@ def test_a_port_that_is_taken_is_said_and_no_more() -> None:
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wrapper.sinks.metrics, "WRITE_EVERY_S", 0.0)
+    monkeypatch.setattr(resihp.wrapper.sinks.metrics, "WRITE_EVERY_S", 0.0)
 
 
 @pytest.mark.usefixtures("eager")
@@ -445,7 +445,7 @@ def test_a_hung_file_system_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.
         hung.set()
         release.wait(30)
 
-    monkeypatch.setattr(wrapper.sinks.metrics, "replace_readable", hang)
+    monkeypatch.setattr(resihp.wrapper.sinks.metrics, "replace_readable", hang)
     metrics = Metrics("j", say=pytest.fail)
     metrics.write_to(tmp_path / "x.prom")
     assert hung.wait(10)

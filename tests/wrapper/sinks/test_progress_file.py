@@ -14,13 +14,13 @@ import pytest
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal
+from resihp.wrapper.job_files.contents import ProgressFile
+from resihp.wrapper.job_folder import Job, create_local_job
+from resihp.wrapper.sinks import progress_file
+from resihp.wrapper.sinks.progress_file import ProgressFileWriter
 from tests.resihp.controller.direct import DECLARE
 from tests.waiting import until
 from tests.wrapper.commands.status.test_status import record_job
-from wrapper.job_files.contents import ProgressFile
-from wrapper.job_folder import Job, create_local_job
-from wrapper.sinks import progress_file
-from wrapper.sinks.progress_file import ProgressFileWriter
 
 
 def found(job: Job) -> ProgressFile | None:

@@ -29,19 +29,19 @@ from resihp.errors import ConfigurationError
 from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal
 from resihp.record.packing import pack
+from resihp.wrapper.config.run_spec import ListenerSettings
+from resihp.wrapper.config.sources import read
+from resihp.wrapper.job_folder import create_local_job
+from resihp.wrapper.sinks import fanout
+from resihp.wrapper.sinks.fanout import notify_of_end
+from resihp.wrapper.sinks.tracing import otlp
+from resihp.wrapper.sinks.tracing.spans import Episode, Span, Story
+from resihp.wrapper.sinks.tracing.traces import Traces, asked_of
 from tests.db.conftest import BEGAN, DP3, any_layout_story, outcome, started, story, write_journal
 from tests.waiting import until
 from tests.wrapper.conftest import StubJob
 from tests.wrapper.supervisor.test_shell import request_of
 from tests.wrapper.test_processes import UNTIL_TOLD, led_by, running, supervisor_of
-from wrapper.config.run_spec import ListenerSettings
-from wrapper.config.sources import read
-from wrapper.job_folder import create_local_job
-from wrapper.sinks import fanout
-from wrapper.sinks.fanout import notify_of_end
-from wrapper.sinks.tracing import otlp
-from wrapper.sinks.tracing.spans import Episode, Span, Story
-from wrapper.sinks.tracing.traces import Traces, asked_of
 
 SLURM = journal.SlurmIdentity(cluster="alps", job=4711, submitted_at=BEGAN - 60)
 PHASES = ["park", "plan", "build communicators", "move state", "first iteration"]
@@ -547,7 +547,7 @@ def test_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr("wrapper.sinks.tracing.traces.find_spec", missing)
+    monkeypatch.setattr("resihp.wrapper.sinks.tracing.traces.find_spec", missing)
     with pytest.raises(ConfigurationError, match=r"pip install 'resihp\[otel\]', or leave it out"):
         asked_of({})
 
@@ -555,12 +555,12 @@ def test_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nobody_loads_it_unasked(tmp_path: Path) -> None:
     script = """
 import importlib, json, pkgutil, sys
-import resihp, wrapper, wrapper.sinks
-for name in ("wrapper.cli", "wrapper.supervisor.process", "wrapper.agent.process"):
+import resihp, wrapper, resihp.wrapper.sinks
+for name in ("resihp.wrapper.cli", "resihp.wrapper.supervisor.process", "resihp.wrapper.agent.process"):
     importlib.import_module(name)
-for module in pkgutil.iter_modules(wrapper.sinks.__path__):
+for module in pkgutil.iter_modules(resihp.wrapper.sinks.__path__):
     if module.name != "otlp":
-        importlib.import_module(f"wrapper.sinks.{module.name}")
+        importlib.import_module(f"resihp.wrapper.sinks.{module.name}")
 print(json.dumps([name for name in sys.modules if name.split(".")[0] in ("opentelemetry", "requests")]))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -9,10 +9,10 @@ import pytest
 
 from resihp.errors import TrainingProgramError
 from resihp.record.journal import JobEnded, Record
+from resihp.wrapper.exit_codes import exit_code_of
+from resihp.wrapper.slurm_tasks.chain import NOTE_FILE, check, leave_note
 from tests.slurm.fake_slurm import FakeSlurm
 from tests.wrapper.run_requests import run_request
-from wrapper.exit_codes import exit_code_of
-from wrapper.slurm_tasks.chain import NOTE_FILE, check, leave_note
 
 
 def broken(folder: Path, says: list[str]) -> None:

@@ -14,21 +14,21 @@ import pytest
 from resihp.controller import interface as api
 from resihp.protocol.messages import StepOutcome
 from resihp.record import journal
-from slurm import replacement
-from slurm.client import Gres, JobRequest, NodeView
-from slurm.drains.exclusions import Exclusions
-from slurm.errors import SlurmRefusedError, SlurmUnavailableError
-from slurm.rate_limited import Polite
-from slurm.replacement import ReplacementJob
+from resihp.slurm import replacement
+from resihp.slurm.client import Gres, JobRequest, NodeView
+from resihp.slurm.drains.exclusions import Exclusions
+from resihp.slurm.errors import SlurmRefusedError, SlurmUnavailableError
+from resihp.slurm.rate_limited import Polite
+from resihp.slurm.replacement import ReplacementJob
+from resihp.wrapper import registry
+from resihp.wrapper.config.run_spec import Program, SlurmRequest
+from resihp.wrapper.slurm_tasks import desk as slurm_desk
+from resihp.wrapper.slurm_tasks.desk import SlurmDesk
+from resihp.wrapper.slurm_tasks.job_comment import JobComment
+from resihp.wrapper.slurm_tasks.nodes import state_of
+from resihp.wrapper.slurm_tasks.own_job import LIMIT_EVERY_S, meaning_of
 from tests.slurm.fake_slurm import FakeSlurm
 from tests.wrapper.run_requests import run_request
-from wrapper import registry
-from wrapper.config.run_spec import Program, SlurmRequest
-from wrapper.slurm_tasks import desk as slurm_desk
-from wrapper.slurm_tasks.desk import SlurmDesk
-from wrapper.slurm_tasks.job_comment import JobComment
-from wrapper.slurm_tasks.nodes import state_of
-from wrapper.slurm_tasks.own_job import LIMIT_EVERY_S, meaning_of
 
 NODES = ("n1", "n2", "n3", "n4")
 
@@ -534,7 +534,7 @@ def test_a_replacement_is_one_node_like_those_of_the_main_job(desk: Desk) -> Non
     assert wanted.name == "resihp-77-r1"
     assert "job 77" in wanted.comment
     assert wanted.folder == str(desk.home / "jobs/77/replacements/r1")
-    assert wanted.command[1:4] == ("-P", "-m", "wrapper.agent.process")
+    assert wanted.command[1:4] == ("-P", "-m", "resihp.wrapper.agent.process")
     assert wanted.command[-2:] == ("--lease", "1")
     assert (wanted.exclude, wanted.gpus, wanted.seconds, wanted.wait_s) == (NODES, 2, 7200.0, 5400.0)
     assert wanted.extra == ("--licenses=x", "--mail-type=END")

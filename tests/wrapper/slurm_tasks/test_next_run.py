@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from slurm.client import NodeChoice
-from slurm.drains.exclusions import Exclusions
+from resihp.slurm.client import NodeChoice
+from resihp.slurm.drains.exclusions import Exclusions
+from resihp.wrapper import registry
+from resihp.wrapper.config.run_spec import SlurmRequest
+from resihp.wrapper.slurm_tasks.next_run import exclude_bad_nodes
 from tests.slurm.fake_slurm import FakeSlurm
 from tests.wrapper.run_requests import run_request
-from wrapper import registry
-from wrapper.config.run_spec import SlurmRequest
-from wrapper.slurm_tasks.next_run import exclude_bad_nodes
 
 HOUR_S = 3600.0
 

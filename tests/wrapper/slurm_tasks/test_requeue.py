@@ -8,9 +8,16 @@ from typing import Any
 
 import pytest
 
-from slurm.errors import SlurmOutputError, SlurmUnavailableError
+from resihp.slurm.errors import SlurmOutputError, SlurmUnavailableError
+from resihp.wrapper.slurm_tasks.requeue import (
+    HURRIED_S,
+    NOTICE_TIMEOUT_S,
+    PATIENCE_S,
+    end_for_good,
+    requeue,
+    until_noticed,
+)
 from tests.slurm.fake_slurm import FakeSlurm
-from wrapper.slurm_tasks.requeue import HURRIED_S, NOTICE_TIMEOUT_S, PATIENCE_S, end_for_good, requeue, until_noticed
 
 
 class Clock:

@@ -17,7 +17,7 @@ from resihp.protocol.forwarding import label_of, order_in
 from resihp.protocol.framing import Envelope, encode
 from resihp.protocol.inventory import DeviceInventory, NodeInventory
 from resihp.protocol.resumable import Conversation
-from wrapper.supervisor.agents.links import RETURN_WINDOW_S, AgentLinks
+from resihp.wrapper.supervisor.agents.links import RETURN_WINDOW_S, AgentLinks
 
 RECONNECT_S = 0.2
 NOTHING = m.Inventory()
@@ -336,7 +336,9 @@ def test_a_worker_whose_reports_cannot_be_read_is_hung_up_on_and_nobody_else() -
 
 def test_an_order_is_encoded_once_for_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[object] = []
-    monkeypatch.setattr("wrapper.supervisor.agents.links.encode", lambda order: encoded.append(order) or encode(order))
+    monkeypatch.setattr(
+        "resihp.wrapper.supervisor.agents.links.encode", lambda order: encoded.append(order) or encode(order)
+    )
 
     async def scene(it: Scene) -> None:
         agents = [PretendedAgent("n1", 10, inventory=m.Inventory(workers=(running(0), running(1))))]

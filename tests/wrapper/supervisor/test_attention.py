@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from wrapper.supervisor import attention
-from wrapper.supervisor.attention import LISTEN_S, LOOK_EVERY_S, Attention
+from resihp.wrapper.supervisor import attention
+from resihp.wrapper.supervisor.attention import LISTEN_S, LOOK_EVERY_S, Attention
 
 
 class Clock:

@@ -15,20 +15,20 @@ from typing import Any
 import psycopg
 import pytest
 
-import db.engine
-from db import migrate
-from db.engine import resolve
-from db.reading.queries import Reader
+import resihp.db.engine
+from resihp.db import migrate
+from resihp.db.engine import resolve
+from resihp.db.reading.queries import Reader
 from resihp.errors import LedgerError
 from resihp.record import journal_file
+from resihp.wrapper.job_folder import Job, create_local_job
+from resihp.wrapper.sinks import deferred_ledger
+from resihp.wrapper.supervisor import process
 from tests.db.conftest import story
 from tests.db.later_schema import add_later_schema
 from tests.db.postgres import Server, missing
 from tests.db.test_migrate import NEWER, execute
 from tests.wrapper.run_requests import run_request
-from wrapper.job_folder import Job, create_local_job
-from wrapper.sinks import deferred_ledger
-from wrapper.supervisor import process
 
 SOON_S = 5.0
 """How long a supervisor may take to begin, imports included."""
@@ -46,7 +46,7 @@ def server() -> Iterator[Server]:
 def job(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     monkeypatch.setattr(deferred_ledger, "MAX_RETRY_S", 0.2)
     monkeypatch.setattr(deferred_ledger, "RETRY_S", 0.1)
-    monkeypatch.setattr(db.engine, "BUSY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(resihp.db.engine, "BUSY_TIMEOUT_S", 0.2)
     return create_local_job()
 
 
@@ -107,7 +107,7 @@ SCREENS: list[Screen] = []
 def told(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
     """What the user was told."""
     SCREENS.clear()
-    monkeypatch.setattr("wrapper.sinks.terminal.LiveView", Screen)
+    monkeypatch.setattr("resihp.wrapper.sinks.terminal.LiveView", Screen)
     return lambda: "\n".join(SCREENS[-1].told) if SCREENS else ""
 
 
@@ -246,7 +246,7 @@ def test_without_the_driver_it_is_refused_at_once(job: Job, monkeypatch: pytest.
     def without(*_: Any, **__: Any) -> None:
         raise ModuleNotFoundError("No module named 'psycopg'")
 
-    monkeypatch.setattr(db.engine, "create_engine", without)
+    monkeypatch.setattr(resihp.db.engine, "create_engine", without)
     with pytest.raises(LedgerError, match="psycopg is not installed; pip install"):
         Begun(lambda: None).run(job, "postgresql://me@host/x", monkeypatch)
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-import db.engine
-from db.writer import Ledger
+import resihp.db.engine
+from resihp.db.writer import Ledger
 from resihp.protocol.messages import Speed
-from wrapper.supervisor.node_history import NodeMemory
+from resihp.wrapper.supervisor.node_history import NodeMemory
 
 USUAL = {("n1", "here", "A100"): Speed(flops=1e14)}
 
@@ -67,7 +67,7 @@ def test_a_ledger_that_hangs_holds_up_neither_the_job_nor_its_end() -> None:
 
 @pytest.mark.parametrize("state", ["absent", "locked", "empty"])
 def test_a_ledger_that_knows_nothing_tells_nothing(tmp_path: Path, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(db.engine, "BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(resihp.db.engine, "BUSY_TIMEOUT_S", 0.05)
     url = f"sqlite:///{tmp_path / 'ledger.db'}"
     if state != "absent":
         Ledger.open(url, tmp_path).close()

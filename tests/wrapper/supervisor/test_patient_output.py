@@ -7,7 +7,12 @@ import threading
 
 import pytest
 
-from wrapper.supervisor.patient_output import MAX_QUEUED_CHARACTERS, MAX_QUEUED_LINES, PatientOutput, never_wait_for
+from resihp.wrapper.supervisor.patient_output import (
+    MAX_QUEUED_CHARACTERS,
+    MAX_QUEUED_LINES,
+    PatientOutput,
+    never_wait_for,
+)
 
 
 class Hung(io.StringIO):

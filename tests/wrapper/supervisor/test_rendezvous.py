@@ -9,7 +9,7 @@ import pytest
 
 from resihp.protocol import messages as m
 from resihp.protocol.rendezvous import BATCH_BYTES, MAX_MEETING_BYTES
-from wrapper.supervisor.agents.rendezvous import Exchange
+from resihp.wrapper.supervisor.agents.rendezvous import Exchange
 
 EPOCH = m.MeetingId(epoch=2)
 

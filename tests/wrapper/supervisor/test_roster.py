@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from resihp.protocol import messages as m
-from wrapper.agent.peers import Peers
-from wrapper.agent.succession.journal_copy import Replica
-from wrapper.supervisor.agents.roster import Rosters
+from resihp.wrapper.agent.peers import Peers
+from resihp.wrapper.agent.succession.journal_copy import Replica
+from resihp.wrapper.supervisor.agents.roster import Rosters
 
 
 class Town:

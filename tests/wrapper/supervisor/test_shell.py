@@ -37,15 +37,15 @@ from resihp.record.journal import (
 )
 from resihp.record.journal_file import Journal, read
 from resihp.record.journal_format import encode
+from resihp.wrapper.config.run_spec import RunRequest
+from resihp.wrapper.exit_codes import LEADER_DEPOSED
+from resihp.wrapper.job_folder import Job, SupervisorFile, create_local_job
+from resihp.wrapper.supervisor import attention, shell
+from resihp.wrapper.supervisor.agents import departure
+from resihp.wrapper.supervisor.shell import Supervisor
 from tests.wrapper.agent.test_election import beginning
 from tests.wrapper.run_requests import run_request
 from tests.wrapper.supervisor.journaling.test_replication import membership_of
-from wrapper.config.run_spec import RunRequest
-from wrapper.exit_codes import LEADER_DEPOSED
-from wrapper.job_folder import Job, SupervisorFile, create_local_job
-from wrapper.supervisor import attention, shell
-from wrapper.supervisor.agents import departure
-from wrapper.supervisor.shell import Supervisor
 
 NODES = ("n1", "n2", "n3")
 DRAIN = api.Log(entry=DrainDecided(drain=1, node="n1", failure=1, reason=""))

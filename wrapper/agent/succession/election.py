@@ -6,7 +6,8 @@ asks the other agents whether they would follow a supervisor of the next term on
 receives messages of a leader, if it has promised itself to that term, or if it has more of the journal than the
 candidate. With a quorum (`resihp.record.quorum`) the candidate starts a supervisor. A vote is not binding; it only
 avoids useless starts of supervisors. The binding step is the promise that each agent makes to the supervisor itself,
-which leads once a quorum has made the promise (`wrapper.agent.supervisor_link`). Used by `wrapper.agent.peers`.
+which leads once a quorum has made the promise (`resihp.wrapper.agent.supervisor_link`). Used by
+`resihp.wrapper.agent.peers`.
 
 Every agent with a copy may be a candidate, even without a vote under the last plan in its copy: perhaps only a voter of
 the previous plan knows that the last plan is in effect, and then no other candidate can get its vote. Agents of lost

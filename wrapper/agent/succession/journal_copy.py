@@ -2,7 +2,7 @@
 
 Decides nothing: `resihp.record.quorum` derives the voters from the copy, and a successor starts from it. A copy is used
 only while its agent lives, so it is not flushed to disk: after a crash of the node it would be useless anyway. Used by
-`wrapper.agent.process`.
+`resihp.wrapper.agent.process`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from resihp.record.journal import Record
 from resihp.record.journal_file import Journal, read_packed
 from resihp.record.journal_format import decode
 from resihp.record.quorum import Membership
-from wrapper.job_folder import OurJob
-from wrapper.strict_modes import check_folder
+from resihp.wrapper.job_folder import OurJob
+from resihp.wrapper.strict_modes import check_folder
 
 
 class Replica:

@@ -1,7 +1,7 @@
 """The guardian of a supervisor that an agent has started as successor.
 
 It decides only one thing: a supervisor that dies by a signal is started again, a few times, on the same socket and with
-the next term. Owned by `wrapper.agent.peers`.
+the next term. Owned by `resihp.wrapper.agent.peers`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 
 from resihp.process import ending
-from wrapper.exit_codes import CANNOT_LEAD
-from wrapper.job_folder import lock_file
-from wrapper.launch.launcher import own_environment
+from resihp.wrapper.exit_codes import CANNOT_LEAD
+from resihp.wrapper.job_folder import lock_file
+from resihp.wrapper.launch.launcher import own_environment
 
 MAX_RESTARTS = 3
 RESTART_PAUSE_S = 0.2
@@ -67,7 +67,7 @@ class Successor:
     async def _live(self, term: int) -> int:
         descriptor = self._listener.fileno()
         self._process = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-P", "-m", "wrapper.supervisor.process", "--run", str(self._run_file)],
+            *[sys.executable, "-P", "-m", "resihp.wrapper.supervisor.process", "--run", str(self._run_file)],
             *["--parent", str(os.getpid()), "--successor", self._node, "--term", str(term)],
             *["--copy", str(self._copy), "--listen", str(descriptor)],
             pass_fds=[descriptor],

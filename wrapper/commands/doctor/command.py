@@ -22,10 +22,10 @@ import typer
 from resihp.errors import ResihpError, UsageError
 
 if TYPE_CHECKING:
-    from slurm.client import Slurm
-    from slurm.survey import Survey
-    from wrapper.commands.doctor.machine import CheckResult
-    from wrapper.commands.doctor.slurm_checks import Check
+    from resihp.slurm.client import Slurm
+    from resihp.slurm.survey import Survey
+    from resihp.wrapper.commands.doctor.machine import CheckResult
+    from resihp.wrapper.commands.doctor.slurm_checks import Check
 
 JSON_SCHEMA = 1
 UNHEALTHY_EXIT_CODE = 3
@@ -45,8 +45,8 @@ def register(app: typer.Typer) -> None:
 
 def connect() -> tuple[Slurm, Survey]:
     """Return the clients for this machine's Slurm."""
-    from slurm.commands import CommandLine
-    from slurm.survey import CommandSurvey
+    from resihp.slurm.commands import CommandLine
+    from resihp.slurm.survey import CommandSurvey
 
     return CommandLine(), CommandSurvey()
 
@@ -62,7 +62,7 @@ def doctor(
 
     Exit code 3 if a check failed or gave no answer.
     """
-    from wrapper.config.values import duration
+    from resihp.wrapper.config.values import duration
 
     try:
         timeout_s = duration(timeout) or DEFAULT_TIMEOUT_S
@@ -82,8 +82,8 @@ def doctor(
 
 def checks(job_file: Path | None = None) -> dict[str, Check]:
     """Return the checks that apply here, in the order of the report."""
-    from wrapper.commands.doctor import slurm_settings
-    from wrapper.commands.doctor.slurm_checks import SlurmChecks
+    from resihp.wrapper.commands.doctor import slurm_settings
+    from resihp.wrapper.commands.doctor.slurm_checks import SlurmChecks
 
     checks_here = here(job_file)
     if not slurm_settings.is_there():
@@ -95,7 +95,7 @@ def checks(job_file: Path | None = None) -> dict[str, Check]:
 
 def here(job_file: Path | None = None) -> dict[str, Check]:
     """Return the checks of this machine."""
-    from wrapper.commands.doctor import machine, places, training_libraries
+    from resihp.wrapper.commands.doctor import machine, places, training_libraries
 
     return {
         "configuration": lambda: places.configuration(job_file),
@@ -113,7 +113,7 @@ def here(job_file: Path | None = None) -> dict[str, Check]:
 
 def _nodes_of(job_file: Path | None) -> int:
     """Return the number of nodes of this allocation, or else of the configured job, including its spares."""
-    from wrapper.config.sources import read
+    from resihp.wrapper.config.sources import read
 
     if allocated := os.environ.get("SLURM_NNODES"):
         return int(allocated)
@@ -158,7 +158,7 @@ def is_healthy(findings: Sequence[CheckResult]) -> bool:
 
 
 def _finding(check: str, outcome: object, text: str, advice: str = "") -> CheckResult:
-    from wrapper.commands.doctor.machine import CheckResult
+    from resihp.wrapper.commands.doctor.machine import CheckResult
 
     return CheckResult(check=check, outcome=outcome, text=text, advice=advice)  # type: ignore[arg-type]
 
@@ -167,10 +167,10 @@ def show(findings: Sequence[CheckResult]) -> None:
     """Print the report on stdout, and its summary on stderr."""
     from rich.text import Text
 
-    from wrapper.output.answers import console
-    from wrapper.output.render import literal
-    from wrapper.output.tables import Column
-    from wrapper.output.tables import show as show_table
+    from resihp.wrapper.output.answers import console
+    from resihp.wrapper.output.render import literal
+    from resihp.wrapper.output.tables import Column
+    from resihp.wrapper.output.tables import show as show_table
 
     styles = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim", "unknown": "bold magenta"}
     columns = (Column("check"), Column("", kept=True), Column("finding and advice", wraps=True))

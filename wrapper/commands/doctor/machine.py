@@ -1,8 +1,8 @@
 """Checks of `resihp doctor` on one machine: Python, packages, GPUs, limits.
 
 Each check yields findings and changes nothing. It does not raise for the faults that it looks for;
-`wrapper.commands.doctor.command` reports an unforeseen exception as unknown. Folders, ledger and ports:
-`wrapper.commands.doctor.places`; torch and its libraries: `wrapper.commands.doctor.training_libraries`.
+`resihp.wrapper.commands.doctor.command` reports an unforeseen exception as unknown. Folders, ledger and ports:
+`resihp.wrapper.commands.doctor.places`; torch and its libraries: `resihp.wrapper.commands.doctor.training_libraries`.
 """
 
 from __future__ import annotations

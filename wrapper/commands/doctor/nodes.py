@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from wrapper.commands.doctor.machine import CheckResult, Outcome, gpus, limits
-from wrapper.commands.doctor.places import journal, nearest
-from wrapper.launch.interfaces import meant, missing, present
-from wrapper.launch.ports import Ports, listen
+from resihp.wrapper.commands.doctor.machine import CheckResult, Outcome, gpus, limits
+from resihp.wrapper.commands.doctor.places import journal, nearest
+from resihp.wrapper.launch.interfaces import meant, missing, present
+from resihp.wrapper.launch.ports import Ports, listen
 
 if TYPE_CHECKING:
-    from slurm.client import Slurm
-    from slurm.survey import Survey
-    from wrapper.launch.allocation import Allocation
+    from resihp.slurm.client import Slurm
+    from resihp.slurm.survey import Survey
+    from resihp.wrapper.launch.allocation import Allocation
 
 PROBE_PREFIX = "resihp-doctor "
 """Prefix of the line that a probe prints. Other lines, such as a node's login messages, are ignored."""
@@ -83,7 +83,7 @@ def examine(
 ) -> Iterator[CheckResult]:
     """Start the probes and yield the results for all nodes of the allocation. Raises SlurmError if no probe can be
     started."""
-    from wrapper.launch.allocation import addresses, own_address
+    from resihp.wrapper.launch.allocation import addresses, own_address
 
     nodes = allocation.nodes
     addresses_by_node = addresses(slurm, nodes)
@@ -94,7 +94,15 @@ def examine(
     try:
         _leave(note, note.name)
         with ClockCheck(host, ports=ports) as clock:
-            argv = [sys.executable, "-P", "-m", "wrapper.commands.doctor.nodes", clock.host, str(clock.port), str(note)]
+            argv = [
+                sys.executable,
+                "-P",
+                "-m",
+                "resihp.wrapper.commands.doctor.nodes",
+                clock.host,
+                str(clock.port),
+                str(note),
+            ]
             output = survey.on_nodes(allocation.number, nodes, argv, timeout_s=timeout_s)
         reports = read(output, nodes)
         written = {node for node in nodes if note.with_name(f"{note.name}-{node}").exists()}

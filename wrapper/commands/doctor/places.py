@@ -1,7 +1,7 @@
 """Checks of `resihp doctor` on a machine's folders and services: home, journal, ledger, configuration, ports.
 
 Each check yields findings; test files are removed again, and no missing folder is created. Called by
-`wrapper.commands.doctor.command`, and by its probes on nodes (`wrapper.commands.doctor.nodes`).
+`resihp.wrapper.commands.doctor.command`, and by its probes on nodes (`resihp.wrapper.commands.doctor.nodes`).
 
 Imports are at module level, not inside the checks: checks run in threads, and threads that import parts of one package
 at the same time can deadlock.
@@ -21,17 +21,17 @@ from pathlib import Path
 
 from sqlalchemy.exc import DBAPIError
 
-from db.engine import is_on_network, make_engine, masked, refusal, resolve
-from db.file_systems import NETWORK_FILE_SYSTEMS, file_system
+from resihp.db.engine import is_on_network, make_engine, masked, refusal, resolve
+from resihp.db.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from resihp.errors import ResihpError
-from wrapper import job_folder
-from wrapper.commands.doctor.machine import CheckResult
-from wrapper.config import container
-from wrapper.config.program import missing_script
-from wrapper.config.sources import read, site_files
-from wrapper.job_folder import NO_LOCKS
-from wrapper.sinks.fanout import asked
-from wrapper.strict_modes import check_above, check_folder
+from resihp.wrapper import job_folder
+from resihp.wrapper.commands.doctor.machine import CheckResult
+from resihp.wrapper.config import container
+from resihp.wrapper.config.program import missing_script
+from resihp.wrapper.config.sources import read, site_files
+from resihp.wrapper.job_folder import NO_LOCKS
+from resihp.wrapper.sinks.fanout import asked
+from resihp.wrapper.strict_modes import check_above, check_folder
 
 MIN_FREE_BYTES = 1 << 30
 MAX_SYNC_S = 0.05

@@ -1,8 +1,8 @@
 """Checks of `resihp doctor` for site settings that would break or silently change a job, before it is submitted.
 
-Each check takes Slurm's answers (`slurm.survey`) and the job's requests, and returns findings: the effect on the job,
-and the setting to change in the job file or to request from the administrator. Harmless settings are not reported.
-Queries nothing itself; `wrapper.commands.doctor.slurm_checks` does.
+Each check takes Slurm's answers (`resihp.slurm.survey`) and the job's requests, and returns findings: the effect on the
+job, and the setting to change in the job file or to request from the administrator. Harmless settings are not reported.
+Queries nothing itself; `resihp.wrapper.commands.doctor.slurm_checks` does.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from resihp.words import count_of
-from wrapper.commands.doctor.machine import CheckResult, Outcome
-from wrapper.exit_codes import EXIT_CODES, REQUEUE_REQUESTED
+from resihp.wrapper.commands.doctor.machine import CheckResult, Outcome
+from resihp.wrapper.exit_codes import EXIT_CODES, REQUEUE_REQUESTED
 
 if TYPE_CHECKING:
-    from slurm.limits import Limit, Limits
-    from slurm.survey import PartitionRules, PartitionView
-    from wrapper.config.schema import Configuration
+    from resihp.slurm.limits import Limit, Limits
+    from resihp.slurm.survey import PartitionRules, PartitionView
+    from resihp.wrapper.config.schema import Configuration
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):

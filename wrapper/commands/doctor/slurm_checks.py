@@ -11,21 +11,21 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from slurm.client import Slurm
-from slurm.drains.spool import folder_of
-from slurm.errors import SlurmError, SlurmRefusedError
-from slurm.survey import Survey
-from wrapper.commands.doctor import nodes as doctor_nodes
-from wrapper.commands.doctor import site, slurm_settings
-from wrapper.commands.doctor.machine import CheckResult, Outcome
-from wrapper.config.schema import Configuration
-from wrapper.config.sources import read
-from wrapper.config.values import ports_of
-from wrapper.job_files.registered import user_name
-from wrapper.job_folder import home
-from wrapper.launch.allocation import batch_script, find, job_id, no_kill_seen
-from wrapper.launch.batch_script import warning_would_be_lost
-from wrapper.slurm_tasks.exclusion_lists import to_avoid
+from resihp.slurm.client import Slurm
+from resihp.slurm.drains.spool import folder_of
+from resihp.slurm.errors import SlurmError, SlurmRefusedError
+from resihp.slurm.survey import Survey
+from resihp.wrapper.commands.doctor import nodes as doctor_nodes
+from resihp.wrapper.commands.doctor import site, slurm_settings
+from resihp.wrapper.commands.doctor.machine import CheckResult, Outcome
+from resihp.wrapper.config.schema import Configuration
+from resihp.wrapper.config.sources import read
+from resihp.wrapper.config.values import ports_of
+from resihp.wrapper.job_files.registered import user_name
+from resihp.wrapper.job_folder import home
+from resihp.wrapper.launch.allocation import batch_script, find, job_id, no_kill_seen
+from resihp.wrapper.launch.batch_script import warning_would_be_lost
+from resihp.wrapper.slurm_tasks.exclusion_lists import to_avoid
 
 Check = Callable[[], Iterable[CheckResult]]
 

@@ -1,8 +1,8 @@
 """Checks of `resihp doctor` on Slurm: whether it exists, whether the user may drain nodes, and whether jobs survive the
 loss of nodes.
 
-Each check takes the client to query (`slurm.client`, `slurm.survey`) and yields results. If there is no answer, the
-result is `unknown`, never ok.
+Each check takes the client to query (`resihp.slurm.client`, `resihp.slurm.survey`) and yields results. If there is no
+answer, the result is `unknown`, never ok.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurm.errors import SlurmError, SlurmRefusedError
-from slurm.render import time_limit
-from wrapper.commands.doctor.machine import CheckResult
-from wrapper.commands.submit import advice_on, exclude_option
+from resihp.slurm.errors import SlurmError, SlurmRefusedError
+from resihp.slurm.render import time_limit
+from resihp.wrapper.commands.doctor.machine import CheckResult
+from resihp.wrapper.commands.submit import advice_on, exclude_option
 
 if TYPE_CHECKING:
-    from slurm.client import Slurm
-    from slurm.survey import PartitionView, Survey
-    from wrapper.config.schema import Configuration
+    from resihp.slurm.client import Slurm
+    from resihp.slurm.survey import PartitionView, Survey
+    from resihp.wrapper.config.schema import Configuration
 
 MIN_RELEASE = (20, 11, 0)
 TESTED_RELEASES = ((22, 5), (26, 5))

@@ -1,8 +1,8 @@
 """Checks of `resihp doctor` on the training libraries: torch, its back ends, NCCL and megatron-core.
 
 torch is imported in a separate process, which takes seconds and may crash if a driver is broken. Each fault is reported
-in a separate line; a fault that would end a job at its start is `failed`. Uses `wrapper.commands.doctor.machine` for
-results and for running processes.
+in a separate line; a fault that would end a job at its start is `failed`. Uses `resihp.wrapper.commands.doctor.machine`
+for results and for running processes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import msgspec
 
 from resihp.words import count_of
 from resihp.worker import nccl_versions, torch_versions
-from wrapper.commands.doctor import machine
-from wrapper.commands.doctor.machine import CheckResult, Outcome
+from resihp.wrapper.commands.doctor import machine
+from resihp.wrapper.commands.doctor.machine import CheckResult, Outcome
 
 TORCH_QUESTION = """
 import json, warnings

@@ -11,13 +11,13 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from resihp.errors import UsageError
-from wrapper.commands.history.costs import list_costs
-from wrapper.commands.history.one_job import SPARES_FOOTNOTE, stays_of_query
-from wrapper.commands.history.query import DEFAULT_ROWS, HistoryQuery, Listing, Row
-from wrapper.output.ledgers import attempts_here, from_all, opened
+from resihp.wrapper.commands.history.costs import list_costs
+from resihp.wrapper.commands.history.one_job import SPARES_FOOTNOTE, stays_of_query
+from resihp.wrapper.commands.history.query import DEFAULT_ROWS, HistoryQuery, Listing, Row
+from resihp.wrapper.output.ledgers import attempts_here, from_all, opened
 
 if TYPE_CHECKING:
-    from db.reading.queries import Reader
+    from resihp.db.reading.queries import Reader
 
 ALL_JOBS_SUBJECT = "all jobs"
 MIN_JOBS_WITH_SPARES = 100
@@ -61,13 +61,13 @@ class AllJobs:
 
     def is_node(self, query: HistoryQuery, row: Row) -> bool:
         """Return whether the row is about the node that the query names."""
-        from db.reading.naming import is_node
+        from resihp.db.reading.naming import is_node
 
         return is_node(query.node, row["node"], self.clusters)
 
 
 def read_costs(query: HistoryQuery, jobs: AllJobs) -> Listing:
-    from db.reading.costs import fleet_costs
+    from resihp.db.reading.costs import fleet_costs
 
     others = attempts_here(jobs.ledger)
     asks: dict[str, Any] = {"user": query.user, **_period(query)}
@@ -83,7 +83,7 @@ def read_jobs(query: HistoryQuery, jobs: AllJobs) -> Listing:
 
 
 def read_lemons(query: HistoryQuery, jobs: AllJobs) -> Listing:
-    from db.reading import fleet
+    from resihp.db.reading import fleet
 
     now = datetime.now(UTC)
     record = fleet.NodeRecord()
@@ -97,7 +97,7 @@ def read_lemons(query: HistoryQuery, jobs: AllJobs) -> Listing:
 
 
 def read_repairs(query: HistoryQuery, jobs: AllJobs) -> Listing:
-    from db.reading import rates
+    from resihp.db.reading import rates
 
     rows = rates.repairs_together(jobs.ask(lambda reader: rates.repairs(reader, query.since, query.until)))
     return _ranking(query, jobs, [row for row in rows if jobs.is_node(query, row)])
@@ -105,7 +105,7 @@ def read_repairs(query: HistoryQuery, jobs: AllJobs) -> Listing:
 
 def read_rate(query: HistoryQuery, jobs: AllJobs) -> Listing:
     """Return the failure rate. Raises UsageError for an unknown trait."""
-    from db.reading import rates
+    from resihp.db.reading import rates
 
     days = query.days or rates.DEFAULT_DAYS
     if query.around is not None:
@@ -122,9 +122,9 @@ def read_rate(query: HistoryQuery, jobs: AllJobs) -> Listing:
 
 
 def read_promises(query: HistoryQuery, jobs: AllJobs) -> Listing:
-    from db.reading import queries
-    from db.reading.plans import plan_rows
-    from db.reading.tables import OF_JOB
+    from resihp.db.reading import queries
+    from resihp.db.reading.plans import plan_rows
+    from resihp.db.reading.tables import OF_JOB
 
     max_rows = query.limit or DEFAULT_ROWS
     rows = jobs.ask(lambda reader: plan_rows.promises_of_all(reader, max_rows, **_period(query)))
@@ -133,7 +133,7 @@ def read_promises(query: HistoryQuery, jobs: AllJobs) -> Listing:
 
 
 def read_spares(query: HistoryQuery, jobs: AllJobs) -> Listing:
-    from db.reading.plans import plan_rows
+    from resihp.db.reading.plans import plan_rows
 
     max_jobs = None if query.limit is None else max(query.limit, MIN_JOBS_WITH_SPARES)  # the planner decides for each
     rows = jobs.ask(lambda reader: plan_rows.spares_rows(reader, **_period(query), jobs=max_jobs))
@@ -148,7 +148,7 @@ def read_failures(query: HistoryQuery, jobs: AllJobs) -> Listing:
     """Return the failures, or the number of failures in each group of --by."""
     if query.by is None:
         return read_table(query, jobs)
-    from db.reading import fleet
+    from resihp.db.reading import fleet
 
     by: Any = query.by
     asks: dict[str, Any] = {"node": query.node, "user": query.user, **_period(query)}
@@ -157,7 +157,7 @@ def read_failures(query: HistoryQuery, jobs: AllJobs) -> Listing:
 
 
 def read_hosts(query: HistoryQuery, jobs: AllJobs) -> Listing:
-    from db.reading import hardware, queries
+    from resihp.db.reading import hardware, queries
 
     stays = jobs.ask(lambda reader: hardware.stays(reader, node=query.node))
     rows = stays_of_query(query, stays, clusters=jobs.clusters)
@@ -166,7 +166,7 @@ def read_hosts(query: HistoryQuery, jobs: AllJobs) -> Listing:
 
 def read_placements(query: HistoryQuery, jobs: AllJobs) -> Listing:
     """Return each device's nodes, ordered by device; with a limit, only the placements that were seen last."""
-    from db.reading import hardware, queries
+    from resihp.db.reading import hardware, queries
 
     asks: dict[str, Any] = {"node": query.node, "user": query.user, **_period(query)}
     placements = hardware.placed(jobs.ask(lambda reader: reader.rows("devices", None, **asks)))
@@ -178,7 +178,7 @@ def read_placements(query: HistoryQuery, jobs: AllJobs) -> Listing:
 
 
 def read_iterations(query: HistoryQuery, jobs: AllJobs) -> Listing:
-    from db.reading.iterations.newest import newest_iterations
+    from resihp.db.reading.iterations.newest import newest_iterations
 
     if query.node is not None:
         raise UsageError("history iterations: has no nodes; leave --node out")
@@ -196,15 +196,15 @@ def read_table(query: HistoryQuery, jobs: AllJobs) -> Listing:
 
 def _ranking(query: HistoryQuery, jobs: AllJobs, rows: list[Row], closing: str = "") -> Listing:
     """Return a ranking: its first rows, at most as many as the limit."""
-    from db.reading import queries
+    from resihp.db.reading import queries
 
     return jobs.listing(queries.COLUMNS[query.shape], rows[: query.limit], len(rows), closing)
 
 
 def _newest_rows(query: HistoryQuery, jobs: AllJobs, rows: list[Row]) -> Listing:
     """Return the newest rows of a table, oldest first, each with its job."""
-    from db.reading import queries
-    from db.reading.tables import OF_JOB, TABLES
+    from resihp.db.reading import queries
+    from resihp.db.reading.tables import OF_JOB, TABLES
 
     time = TABLES[query.view].time
     columns = (*OF_JOB, *queries.COLUMNS[query.view])

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from datetime import UTC
 
-from wrapper.commands.history.query import Row
-from wrapper.output.render import duration
+from resihp.wrapper.commands.history.query import Row
+from resihp.wrapper.output.render import duration
 
 
 def amount(number: float) -> str:

@@ -1,7 +1,7 @@
 """`resihp history` and `resihp why`: list the ledger's records, of one job or of all jobs, on a terminal or as data.
 
 Takes the options and prints the answer. For `history`, it never reads a ledger itself: `views` has the functions that
-read each view, and `db` computes the answers. Slow imports are inside the functions. Called by `wrapper.cli`.
+read each view, and `db` computes the answers. Slow imports are inside the functions. Called by `resihp.wrapper.cli`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import typer
 
 from resihp.errors import UsageError
 from resihp.words import count_of
-from wrapper.commands.history.all_jobs import AllJobs
-from wrapper.commands.history.one_job import OneJob, explanation_as_json
-from wrapper.commands.history.query import DEFAULT_ROWS, By, History, HistoryQuery, Listing
-from wrapper.commands.history.views import HISTORY_VIEWS, check, names_nodes
-from wrapper.commands.options import command_of
-from wrapper.output.answers import (
+from resihp.wrapper.commands.history.all_jobs import AllJobs
+from resihp.wrapper.commands.history.one_job import OneJob, explanation_as_json
+from resihp.wrapper.commands.history.query import DEFAULT_ROWS, By, History, HistoryQuery, Listing
+from resihp.wrapper.commands.history.views import HISTORY_VIEWS, check, names_nodes
+from resihp.wrapper.commands.options import command_of
+from resihp.wrapper.output.answers import (
     SCHEMA,
     JobArgument,
     JsonOption,
@@ -31,7 +31,7 @@ from wrapper.output.answers import (
     write_csv,
     write_parquet,
 )
-from wrapper.output.ledgers import opened
+from resihp.wrapper.output.ledgers import opened
 
 
 def register(app: typer.Typer) -> None:
@@ -107,7 +107,7 @@ def history(options: HistoryOptions) -> None:
     check(query)
     answer = _answer(query, job, options.ledger)
     if options.node is not None and not answer.rows and not answer.knows(options.node):
-        from db.reading.naming import nearest
+        from resihp.db.reading.naming import nearest
 
         raise UsageError(f"node {options.node}: not in {answer.subject}{nearest(options.node, answer.nodes)}")
     _write(options, query, answer)
@@ -160,8 +160,8 @@ def _answer(query: HistoryQuery, job: str | None, ledger: str | None) -> Listing
 
 def _write(options: HistoryOptions, query: HistoryQuery, answer: Listing) -> None:
     if options.parquet is not None:
-        from db.reading.queries import as_frame
-        from db.reading.tables import TABLES
+        from resihp.db.reading.queries import as_frame
+        from resihp.db.reading.tables import TABLES
 
         table = query.shape if query.shape in TABLES else None
         frame = as_frame(answer.rows, answer.columns, table)
@@ -177,9 +177,9 @@ def _write(options: HistoryOptions, query: HistoryQuery, answer: Listing) -> Non
 
 
 def _show(query: HistoryQuery, answer: Listing) -> None:
-    from wrapper.commands.history.tables import history_table
-    from wrapper.output.render import literal
-    from wrapper.output.tables import show
+    from resihp.wrapper.commands.history.tables import history_table
+    from resihp.wrapper.output.render import literal
+    from resihp.wrapper.output.tables import show
 
     screen = console()
     show(screen, *history_table(HISTORY_VIEWS[query.view].columns_of(query), answer.rows))
@@ -202,8 +202,8 @@ def why(
 
     Example: resihp why 37 local-3
     """
-    from db.reading import queries
-    from db.reading.plans import plan_rows
+    from resihp.db.reading import queries
+    from resihp.db.reading.plans import plan_rows
 
     with opened(job, ledger) as (reader, row):
         reasons = queries.why(reader, row, iteration)
@@ -217,13 +217,13 @@ def why(
     else:
         from rich.text import Text
 
-        from wrapper.output.render import literal
+        from resihp.wrapper.output.render import literal
 
         screen = console()
         for number, sentence in enumerate(reasons.verdict):
             screen.print(Text(literal(sentence if number == 0 else f"- {sentence}")), soft_wrap=False)
         if explained is not None:
-            from wrapper.output.explanations import sentences
+            from resihp.wrapper.output.explanations import sentences
 
             screen.print(Text(f"its plan, of epoch {reasons.epoch}:"), soft_wrap=False)
             for about, words in sentences(explained):

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from wrapper.commands.history.query import HistoryQuery, Listing, Row
-from wrapper.output.answers import message
+from resihp.wrapper.commands.history.query import HistoryQuery, Listing, Row
+from resihp.wrapper.output.answers import message
 
 MAX_JOBS_NAMED = 5
 """Most jobs named in a message."""
@@ -24,8 +24,8 @@ def list_costs(
 
     Jobs whose stored costs are malformed are named on stderr.
     """
-    from db.reading import queries
-    from db.reading.costs import fleet_costs
+    from resihp.db.reading import queries
+    from resihp.db.reading.costs import fleet_costs
 
     _warn_of_malformed_costs([job for job, _ in accounts], ledger)
     sums = [account for _, account in accounts]
@@ -37,12 +37,12 @@ def list_costs(
 
 
 def _warn_of_malformed_costs(jobs: Sequence[Row], ledger: str | None) -> None:
-    from db.reading.costs.stored_accounts import is_malformed
+    from resihp.db.reading.costs.stored_accounts import is_malformed
 
     malformed = list(dict.fromkeys(job["name"] for job in jobs if is_malformed(job)))
     if not malformed:
         return
-    from db.engine import masked
+    from resihp.db.engine import masked
 
     if ledger is None or ledger == "sqlite":
         repair = f"resihp db upgrade {malformed[0]}"
@@ -57,7 +57,7 @@ def _warn_of_malformed_costs(jobs: Sequence[Row], ledger: str | None) -> None:
 
 def _idle_jobs(accounts: Sequence[tuple[Row, Any]]) -> str:
     """Return a line that names the jobs with idle GPUs, the costliest first; empty if there are none."""
-    from wrapper.commands.history.cells import amount
+    from resihp.wrapper.commands.history.cells import amount
 
     hours: dict[tuple[str, str], float] = {}
     for job, account in accounts:  # a job that is divided into periods has several accounts
@@ -78,9 +78,9 @@ def _idle_jobs(accounts: Sequence[tuple[Row, Any]]) -> str:
 def _cost_lines(accounts: Sequence[Any], price: float | None) -> str:
     """Return the footnote on costs: losses by failures, goodput, and failure rates, also for hardware failures
     alone."""
-    from db.reading.costs.cost_accounts import added
-    from wrapper.commands.history.cells import amount
-    from wrapper.output.render import duration, percent
+    from resihp.db.reading.costs.cost_accounts import added
+    from resihp.wrapper.commands.history.cells import amount
+    from resihp.wrapper.output.render import duration, percent
 
     total = added(accounts)
     share = percent(total.failure_gpu_hours / total.gpu_hours) if total.gpu_hours > 0 else "-"

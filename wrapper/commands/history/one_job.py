@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from wrapper.commands.history.costs import list_costs
-from wrapper.commands.history.query import HistoryQuery, Listing, Row
-from wrapper.output.ledgers import attempts_here
+from resihp.wrapper.commands.history.costs import list_costs
+from resihp.wrapper.commands.history.query import HistoryQuery, Listing, Row
+from resihp.wrapper.output.ledgers import attempts_here
 
 if TYPE_CHECKING:
-    from db.reading.queries import Reader
+    from resihp.db.reading.queries import Reader
     from resihp.scheduler.explained.explanation import Explanation
 
 SPARES_FOOTNOTE = (
@@ -49,9 +49,9 @@ class OneJob:
 
 
 def read_costs(query: HistoryQuery, job: OneJob) -> Listing:
-    from db.reading.costs import fleet_costs
-    from wrapper.output.idle_gpus import IdleGpus
-    from wrapper.output.job_history import JobHistory
+    from resihp.db.reading.costs import fleet_costs
+    from resihp.wrapper.output.idle_gpus import IdleGpus
+    from resihp.wrapper.output.job_history import JobHistory
 
     others = attempts_here(job.ledger, job.row["run"])
     accounts = fleet_costs.costs_of(job.reader, job.row, period=query.period, others=others)
@@ -60,24 +60,24 @@ def read_costs(query: HistoryQuery, job: OneJob) -> Listing:
 
 
 def read_promises(query: HistoryQuery, job: OneJob) -> Listing:
-    from db.reading import queries
-    from db.reading.plans import plan_rows
+    from resihp.db.reading import queries
+    from resihp.db.reading.plans import plan_rows
 
     rows = plan_rows.promises_rows(job.reader, job.id)
     return Listing(queries.COLUMNS["promises"], query.last(rows), job.subject, len(rows))
 
 
 def read_spares(query: HistoryQuery, job: OneJob) -> Listing:
-    from db.reading import queries
-    from db.reading.plans import plan_rows
+    from resihp.db.reading import queries
+    from resihp.db.reading.plans import plan_rows
 
     rows = plan_rows.spares_rows(job.reader, job.row)
     return Listing(queries.COLUMNS["spares"], rows, job.subject, 1, closing=SPARES_FOOTNOTE)
 
 
 def read_decisions(query: HistoryQuery, job: OneJob) -> Listing:
-    from db.reading import queries
-    from db.reading.plans import plan_rows
+    from resihp.db.reading import queries
+    from resihp.db.reading.plans import plan_rows
 
     rows = plan_rows.decisions_rows(job.reader, job.id, since=query.since, until=query.until)
     return Listing(queries.COLUMNS["decisions"], query.last(rows), job.subject, len(rows))
@@ -87,7 +87,7 @@ def read_failures(query: HistoryQuery, job: OneJob) -> Listing:
     """Return the job's failures, or the number of failures in each group of --by."""
     if query.by is None:
         return read_table(query, job)
-    from db.reading import fleet, queries
+    from resihp.db.reading import fleet, queries
 
     by: Any = query.by
     nodes = job.nodes(query)
@@ -97,7 +97,7 @@ def read_failures(query: HistoryQuery, job: OneJob) -> Listing:
 
 
 def read_hosts(query: HistoryQuery, job: OneJob) -> Listing:
-    from db.reading import hardware, queries
+    from resihp.db.reading import hardware, queries
 
     nodes = job.nodes(query)
     rows = stays_of_query(query, hardware.stays(job.reader, job.id), job.id)
@@ -116,7 +116,7 @@ def read_plans(query: HistoryQuery, job: OneJob) -> Listing:
 
 def read_table(query: HistoryQuery, job: OneJob) -> Listing:
     """Return the job's rows in a table of the ledger."""
-    from db.reading import queries
+    from resihp.db.reading import queries
 
     period: dict[str, Any] = {"since": query.since, "until": query.until}
     nodes = job.nodes(query)
@@ -135,8 +135,8 @@ def stays_of_query(
 ) -> list[Row]:
     """Return the queried stays of nodes in jobs, each with the changes since the node's previous stay. The previous
     stay need not be part of the query."""
-    from db.reading import hardware
-    from db.reading.naming import is_node
+    from resihp.db.reading import hardware
+    from resihp.db.reading.naming import is_node
 
     changes = hardware.told_changes(rows)
     if job_id is not None:

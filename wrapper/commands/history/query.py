@@ -65,9 +65,9 @@ class By(str, Enum):  # noqa: UP042 - as above
 
 
 FAILURE_GROUPS = tuple(group.value for group in By)
-"""Groups for failures. They are copied from `db.reading.fleet.GROUPS`, which is slow to import."""
+"""Groups for failures. They are copied from `resihp.db.reading.fleet.GROUPS`, which is slow to import."""
 COST_GROUPS = ("job", "owner", "account", "partition", "cluster", "week", "month")
-"""Groups for costs. They are copied from `db.reading.costs.fleet_costs.COST_BY`, which is slow to import."""
+"""Groups for costs. They are copied from `resihp.db.reading.costs.fleet_costs.COST_BY`, which is slow to import."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,6 @@ class Listing:
 
     def knows(self, node: str) -> bool:
         """Return whether the ledger contains this node."""
-        from db.reading.naming import is_node
+        from resihp.db.reading.naming import is_node
 
         return any(is_node(node, name, self.clusters) for name in self.nodes)

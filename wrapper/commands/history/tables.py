@@ -1,7 +1,7 @@
 """The columns of each view of `resihp history` on a terminal; `--json` has all fields.
 
 `views` names these columns for each view, and `command` prints them. Rows in, columns and cells out;
-`wrapper.output.tables` fits them into a terminal.
+`resihp.wrapper.output.tables` fits them into a terminal.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from datetime import UTC
 from typing import Any
 
-from wrapper.commands.history import cells
-from wrapper.commands.history.query import COST_GROUPS, FAILURE_GROUPS
-from wrapper.output.render import as_change, duration, one_line, percent, suspects
-from wrapper.output.tables import Column
+from resihp.wrapper.commands.history import cells
+from resihp.wrapper.commands.history.query import COST_GROUPS, FAILURE_GROUPS
+from resihp.wrapper.output.render import as_change, duration, one_line, percent, suspects
+from resihp.wrapper.output.tables import Column
 
 ALWAYS_SHOWN = frozenset(
     ("job", "id", "#", "node", "device", "node, device", "GPU", "UUID", "rank", "peer", "epoch", "at (UTC)", "money")

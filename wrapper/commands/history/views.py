@@ -1,7 +1,7 @@
 """The table of the views of `resihp history`: for each view its columns, its options, and the functions that read it.
 
-A view is a table of the ledger (`db.reading.tables.TABLES`), or is computed from several tables. This module also
-refuses options that a view does not take. Reads no ledger. Called by `command`.
+A view is a table of the ledger (`resihp.db.reading.tables.TABLES`), or is computed from several tables. This module
+also refuses options that a view does not take. Reads no ledger. Called by `command`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from resihp.errors import UsageError
-from wrapper.commands.history import all_jobs, one_job, tables
-from wrapper.commands.history.all_jobs import AllJobs
-from wrapper.commands.history.one_job import OneJob
-from wrapper.commands.history.query import HistoryQuery, Listing
-from wrapper.commands.history.tables import ViewColumns
+from resihp.wrapper.commands.history import all_jobs, one_job, tables
+from resihp.wrapper.commands.history.all_jobs import AllJobs
+from resihp.wrapper.commands.history.one_job import OneJob
+from resihp.wrapper.commands.history.query import HistoryQuery, Listing
+from resihp.wrapper.commands.history.tables import ViewColumns
 
 MAX_DAYS = 36_500
 PERIOD_OPTIONS = frozenset({"since", "until"})

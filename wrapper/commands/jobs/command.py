@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from wrapper.output.answers import SCHEMA, JsonOption, console, message, to_json
+from resihp.wrapper.output.answers import SCHEMA, JsonOption, console, message, to_json
 
 
 def register(app: typer.Typer) -> None:
@@ -29,13 +29,13 @@ def jobs(
 
     Other commands accept a job's name, from any folder, or the folder shown here.
     """
-    from wrapper.commands.jobs.listing import listed
+    from resihp.wrapper.commands.jobs.listing import listed
 
     rows, hidden = listed(include_old=include_old, now_s=time.time(), say=message)
     if as_json:
         print(to_json({"schema": SCHEMA, "rows": rows}))
     elif rows:
-        from wrapper.commands.jobs.tables import lines
+        from resihp.wrapper.commands.jobs.tables import lines
 
         screen = console()
         if screen.is_terminal or "COLUMNS" in os.environ:

@@ -23,18 +23,18 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from resihp.errors import JobNotFoundError, OwnershipError, ResihpError
-from wrapper import registry
-from wrapper.commands.jobs.slurm_states import NOT_SEEN, UNKNOWN_STATE, Row, Say, add_slurm_states
-from wrapper.job_files.dead_jobs import finish_dead_job
-from wrapper.job_files.homes import home
-from wrapper.job_files.job import STARTS_S
-from wrapper.job_files.registered import NEVER_BEGAN, entry_of
-from wrapper.job_folder import Job, all_jobs, is_there, job_of, note_end, ours
-from wrapper.registry import QUEUED, KnownJob
+from resihp.wrapper import registry
+from resihp.wrapper.commands.jobs.slurm_states import NOT_SEEN, UNKNOWN_STATE, Row, Say, add_slurm_states
+from resihp.wrapper.job_files.dead_jobs import finish_dead_job
+from resihp.wrapper.job_files.homes import home
+from resihp.wrapper.job_files.job import STARTS_S
+from resihp.wrapper.job_files.registered import NEVER_BEGAN, entry_of
+from resihp.wrapper.job_folder import Job, all_jobs, is_there, job_of, note_end, ours
+from resihp.wrapper.registry import QUEUED, KnownJob
 
 if TYPE_CHECKING:
-    from db.reading.queries import Reader
-    from slurm.client import Slurm
+    from resihp.db.reading.queries import Reader
+    from resihp.slurm.client import Slurm
 
 DAMAGED_JOB_ERRORS = (ResihpError, OSError, ValueError, ArithmeticError, RecursionError)
 """Errors that damaged files or a damaged ledger of one job may cause. They must not hide the other jobs."""
@@ -272,7 +272,7 @@ def _reported_progress(entry: KnownJob, now_s: float) -> Row | None:
     None if the file is missing or too old. In that case, the ledger shows whether the job is stuck or the folder was
     not writable.
     """
-    from wrapper.output.progress import Goal, longest_s, progress
+    from resihp.wrapper.output.progress import Goal, longest_s, progress
 
     file = job_of(entry).progress(entry.began_at)
     if file is None:
@@ -316,8 +316,8 @@ class _Ledgers:
         self._stack.close()
 
     def figures(self, job: Job, now_s: float) -> Row:
-        from wrapper.output.ledgers import row_of
-        from wrapper.output.progress import RECENT_ITERATIONS, goal, progress
+        from resihp.wrapper.output.ledgers import row_of
+        from resihp.wrapper.output.progress import RECENT_ITERATIONS, goal, progress
 
         try:
             if (reader := self._reader(job)) is None:
@@ -343,8 +343,8 @@ class _Ledgers:
             return {}
 
     def _reader(self, job: Job) -> Reader | None:
-        from db.reading.queries import Reader
-        from wrapper.output.ledgers import exists, url_of
+        from resihp.db.reading.queries import Reader
+        from resihp.wrapper.output.ledgers import exists, url_of
 
         url = url_of(job)
         if url not in self._readers:

@@ -10,13 +10,13 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from wrapper.exit_codes import REQUEUE_REQUESTED
-from wrapper.job_files.job import STARTS_S
-from wrapper.job_files.registered import NEVER_BEGAN
-from wrapper.registry import QUEUED
+from resihp.wrapper.exit_codes import REQUEUE_REQUESTED
+from resihp.wrapper.job_files.job import STARTS_S
+from resihp.wrapper.job_files.registered import NEVER_BEGAN
+from resihp.wrapper.registry import QUEUED
 
 if TYPE_CHECKING:
-    from slurm.client import JobView, Slurm
+    from resihp.slurm.client import JobView, Slurm
 
 Row = dict[str, Any]
 Say = Callable[[str], None]
@@ -55,10 +55,10 @@ def add_slurm_states(rows: Iterable[Row], slurm: Slurm | None, say: Say) -> list
 def _ask(slurm: Slurm | None, rows: list[Row], say: Say) -> tuple[list[Row], Mapping[str, JobView]]:
     """Return the rows of this cluster, and Slurm's jobs by number. Both are empty if Slurm does not answer."""
     if slurm is None:
-        from slurm.commands import CommandLine
+        from resihp.slurm.commands import CommandLine
 
         slurm = CommandLine(timeout_s=SLURM_TIMEOUT_S)
-    from slurm.errors import SlurmError
+    from resihp.slurm.errors import SlurmError
 
     try:
         here = slurm.cluster() if any(row["cluster"] for row in rows) else ""

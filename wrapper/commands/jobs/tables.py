@@ -1,7 +1,7 @@
 """The output of `resihp jobs` on a terminal: for each job a row of columns, and its folder below; on a narrow terminal,
 wrapped words.
 
-Called by `wrapper.commands.jobs.command`. Rows in, lines out; names are shown literally.
+Called by `resihp.wrapper.commands.jobs.command`. Rows in, lines out; names are shown literally.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 from rich.text import Text
 
-from wrapper.output.progress import ago, of_target
-from wrapper.output.render import duration, one_line
-from wrapper.output.tables import lines as broken_lines
-from wrapper.registry import QUEUED
+from resihp.wrapper.output.progress import ago, of_target
+from resihp.wrapper.output.render import duration, one_line
+from resihp.wrapper.output.tables import lines as broken_lines
+from resihp.wrapper.registry import QUEUED
 
 Row = dict[str, Any]
 

@@ -20,12 +20,12 @@ import typer
 
 from resihp.errors import ResihpError, UsageError
 from resihp.plain_files import is_plain
-from wrapper.output.answers import SCHEMA, JobArgument, JsonOption, for_stdout, message, to_json
-from wrapper.output.tail import GrowingFiles, last_lines
-from wrapper.strict_modes import check_links, read_plain
+from resihp.wrapper.output.answers import SCHEMA, JobArgument, JsonOption, for_stdout, message, to_json
+from resihp.wrapper.output.tail import GrowingFiles, last_lines
+from resihp.wrapper.strict_modes import check_links, read_plain
 
 if TYPE_CHECKING:
-    from wrapper.job_folder import Job
+    from resihp.wrapper.job_folder import Job
 
 DEFAULT_LINES, DEFAULT_LINES_PER_LOG = 50, 10
 MAX_FILES = 16
@@ -84,7 +84,7 @@ def logs(
 
     Example: resihp logs 4711 --rank 5 -f
     """
-    from wrapper.job_folder import find_job
+    from resihp.wrapper.job_folder import find_job
 
     if supervisor and (rank is not None or node is not None):
         raise UsageError("logs: use --supervisor alone; for a rank on a node, --rank R --node N")
@@ -171,7 +171,7 @@ def files_of(job: Job, wanted: LogSelection) -> list[Path]:
 
 def _leaders(job: Job) -> set[str]:
     """Return the nodes whose agents have led the job after its first supervisor, from its ledger."""
-    from wrapper.output.ledgers import opened
+    from resihp.wrapper.output.ledgers import opened
 
     with suppress(ResihpError), opened(str(job.folder), None) as (reader, row):
         return {event["node"] for event in reader.events(row["id"], ["LeaderChosen"], MAX_LEADERS) if event["node"]}

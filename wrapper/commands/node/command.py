@@ -1,7 +1,7 @@
 """`resihp node drain|undrain|exclude|list|health`: the drain ladder by hand, for nodes of the user's own jobs.
 
-A job drains nodes by itself after a verdict (`slurm.drains.drain`). These commands follow the same rules: they drain
-only nodes that one of the user's jobs holds or has held (`holding`), never a batch host, and never change another
+A job drains nodes by itself after a verdict (`resihp.slurm.drains.drain`). These commands follow the same rules: they
+drain only nodes that one of the user's jobs holds or has held (`holding`), never a batch host, and never change another
 owner's reason. Repairs are in `maintenance`. Data goes to stdout, messages to stderr. Slow imports are inside the
 functions.
 """
@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from resihp.errors import OwnershipError, UsageError
-from wrapper.commands.node import maintenance
-from wrapper.commands.node.holding import holder, home_of, lists_with, user
-from wrapper.commands.node.maintenance import connect
-from wrapper.output.answers import message
+from resihp.wrapper.commands.node import maintenance
+from resihp.wrapper.commands.node.holding import holder, home_of, lists_with, user
+from resihp.wrapper.commands.node.maintenance import connect
+from resihp.wrapper.output.answers import message
 
 if TYPE_CHECKING:
-    from slurm.client import Slurm
-    from slurm.drains.drain import Step
-    from slurm.drains.exclusions import Exclusions
+    from resihp.slurm.client import Slurm
+    from resihp.slurm.drains.drain import Step
+    from resihp.slurm.drains.exclusions import Exclusions
 
 JSON_SCHEMA = 1
 
@@ -70,8 +70,8 @@ def drain(
 
     Example: resihp node drain gpu-17 --reason "Xid 79 on GPU 3"
     """
-    from slurm.drains.drain import climb
-    from slurm.errors import SlurmRefusedError
+    from resihp.slurm.drains.drain import climb
+    from resihp.slurm.errors import SlurmRefusedError
 
     slurm = connect()
     holding_job = holder(slurm, node, job)
@@ -103,10 +103,10 @@ def undrain(node: NodeArgument, job: JobOption = None, spool: SpoolOption = None
     A drain with another owner's reason stays. Without --job, the node is removed
     from the exclusion list that has it, of any of your folders.
     """
-    from slurm.drains.drain import descend
-    from slurm.errors import SlurmRefusedError
-    from wrapper.launch.allocation import job_id as own_job
-    from wrapper.slurm_tasks.exclusion_lists import own
+    from resihp.slurm.drains.drain import descend
+    from resihp.slurm.errors import SlurmRefusedError
+    from resihp.wrapper.launch.allocation import job_id as own_job
+    from resihp.wrapper.slurm_tasks.exclusion_lists import own
 
     slurm = connect()
     exclusions = _exclusions(slurm, home_of(job)) if job else _list_with(slurm, node)
@@ -144,10 +144,10 @@ def health(
 
     Example: resihp node health --ledger postgresql+psycopg://cluster/resihp
     """
-    from db.reading.health import health_rows
-    from db.reading.suspicions import by_node
-    from wrapper.output.answers import to_json
-    from wrapper.output.ledgers import opened
+    from resihp.db.reading.health import health_rows
+    from resihp.db.reading.suspicions import by_node
+    from resihp.wrapper.output.answers import to_json
+    from resihp.wrapper.output.ledgers import opened
 
     with opened(job, ledger) as (reader, _):
         suspected = by_node(reader)
@@ -168,9 +168,9 @@ def exclude(
     as_json: JsonOption = False,
 ) -> None:
     """Exclude a node from your own jobs, of any folder, without draining it for others."""
-    from slurm.client import PREFIX, sanitised
-    from slurm.parsing.parse import is_node
-    from wrapper.slurm_tasks import exclusion_lists as lists
+    from resihp.slurm.client import PREFIX, sanitised
+    from resihp.slurm.parsing.parse import is_node
+    from resihp.wrapper.slurm_tasks import exclusion_lists as lists
 
     if not is_node(node):
         raise UsageError(f"node {node[:80]!a}: not a valid node name; try: sinfo -N")
@@ -198,9 +198,9 @@ def show(as_json: JsonOption = False) -> None:
 
     All nodes that resihp has drained, of any user: sinfo -R | grep resihp:
     """
-    from slurm.errors import SlurmError
-    from wrapper.job_folder import home
-    from wrapper.slurm_tasks import exclusion_lists as lists
+    from resihp.slurm.errors import SlurmError
+    from resihp.wrapper.job_folder import home
+    from resihp.wrapper.slurm_tasks import exclusion_lists as lists
 
     try:
         home()
@@ -226,22 +226,22 @@ def show(as_json: JsonOption = False) -> None:
 
 
 def _spool(given: Path | None) -> Path | None:
-    from slurm.drains.spool import folder_of
-    from wrapper.config.sources import read
+    from resihp.slurm.drains.spool import folder_of
+    from resihp.wrapper.config.sources import read
 
     return folder_of(str(given) if given else read({}).slurm.spool)
 
 
 def _most_drained() -> int | None:
-    from wrapper.config.sources import read
+    from resihp.wrapper.config.sources import read
 
     return read({}).site.drained
 
 
 def _exclusions(slurm: Slurm, other_home: Path | None = None) -> Exclusions:
     """Return the exclusion list of `other_home`, by default of this home."""
-    from slurm.drains.exclusions import Exclusions
-    from wrapper.job_folder import check_our_home, home
+    from resihp.slurm.drains.exclusions import Exclusions
+    from resihp.wrapper.job_folder import check_our_home, home
 
     return Exclusions(check_our_home(other_home or home()), slurm.cluster())
 
@@ -265,14 +265,14 @@ def _list_with(slurm: Slurm, node: str) -> Exclusions:
 
 
 def _report_other_home(exclusions: Exclusions) -> None:
-    from wrapper.job_folder import home
+    from resihp.wrapper.job_folder import home
 
     if (list_home := exclusions.path.parent.parent) != home():
         message(f"the exclusion list is in {list_home}, the home of that job")
 
 
 def _seconds(text: str) -> float:
-    from wrapper.config.values import duration
+    from resihp.wrapper.config.values import duration
 
     try:
         return duration(text) or 0.0
@@ -289,8 +289,8 @@ def _reached(outcomes: dict[str, str]) -> bool:
 
 def _print(steps: Iterator[Step], as_json: bool) -> dict[str, str]:
     """Print the result of each step of the drain ladder; return the results by step."""
-    from wrapper.output.answers import console
-    from wrapper.output.tables import Column, show
+    from resihp.wrapper.output.answers import console
+    from resihp.wrapper.output.tables import Column, show
 
     rows = [{"step": step.step, "outcome": step.outcome, "text": step.text} for step in steps]
     if as_json:
@@ -304,9 +304,9 @@ def _print(steps: Iterator[Step], as_json: bool) -> dict[str, str]:
 def _rows(cluster: str, slurm: Slurm | None) -> list[dict[str, Any]]:
     """Return rows for nodes that are excluded, and for nodes that no longer are but are still drained with our
     reason."""
-    from slurm.client import PREFIX
-    from slurm.errors import SlurmError
-    from wrapper.slurm_tasks import exclusion_lists as lists
+    from resihp.slurm.client import PREFIX
+    from resihp.slurm.errors import SlurmError
+    from resihp.wrapper.slurm_tasks import exclusion_lists as lists
 
     exclusions = lists.known(lists.lists(cluster))
     views = {}
@@ -340,8 +340,8 @@ def _rows(cluster: str, slurm: Slurm | None) -> list[dict[str, Any]]:
 
 
 def _show_health(rows: Sequence[dict[str, Any]]) -> None:
-    from wrapper.output.answers import console
-    from wrapper.output.tables import Column, show
+    from resihp.wrapper.output.answers import console
+    from resihp.wrapper.output.tables import Column, show
 
     cells = []
     for row in rows:
@@ -359,8 +359,8 @@ def _show_health(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _show_list(rows: Sequence[dict[str, Any]]) -> None:
-    from wrapper.output.answers import console
-    from wrapper.output.tables import Column, show
+    from resihp.wrapper.output.answers import console
+    from resihp.wrapper.output.tables import Column, show
 
     cells = []
     for row in rows:

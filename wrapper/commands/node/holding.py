@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from resihp.errors import UsageError
 
 if TYPE_CHECKING:
-    from slurm.client import JobView, Slurm
-    from slurm.drains.exclusions import Exclusions
+    from resihp.slurm.client import JobView, Slurm
+    from resihp.slurm.drains.exclusions import Exclusions
 
 MAX_JOBS_CONSIDERED = 20
 """Number of this home's newest jobs, and of the newest finished jobs of other homes, that are considered; older jobs
@@ -60,7 +60,7 @@ def _own_views(slurm: Slurm, job: str | None) -> list[JobView]:
 
 def _check_one_holds(own_views: Sequence[JobView], node: str) -> None:
     """Raise UsageError if several jobs hold the node, unless this process runs in the first of them."""
-    from wrapper.launch.allocation import job_id as own_job
+    from resihp.wrapper.launch.allocation import job_id as own_job
 
     holding_views = [view for view in own_views if view.active and node in view.nodes]
     if len(holding_views) > 1 and holding_views[0].id != own_job(os.environ):
@@ -72,15 +72,15 @@ def _check_one_holds(own_views: Sequence[JobView], node: str) -> None:
 
 def home_of(job_id: str) -> Path:
     """Return the home of a Slurm job; this home if the job is unknown."""
-    from wrapper.job_folder import home
+    from resihp.wrapper.job_folder import home
 
     return next((home_path for home_path, ids in _homes().items() if job_id in ids), home())
 
 
 def lists_with(node: str, cluster: str, now: float) -> list[Exclusions]:
     """Return the exclusion lists, of all known homes, that contain the node."""
-    from slurm.drains.exclusions import Exclusions
-    from wrapper.job_folder import is_our_home
+    from resihp.slurm.drains.exclusions import Exclusions
+    from resihp.wrapper.job_folder import is_our_home
 
     lists = [Exclusions(exclusion_list, cluster) for exclusion_list in _homes() if is_our_home(exclusion_list)]
     return [
@@ -99,10 +99,10 @@ def user() -> str:
 def _own_jobs(slurm: Slurm) -> list[str]:
     """Return the numbers of the user's Slurm jobs on this cluster: this process's job, jobs of this home, and jobs of
     other homes."""
-    from slurm.parsing.parse import JOB_ID
-    from wrapper import registry
-    from wrapper.job_folder import all_jobs, slurm_job_of
-    from wrapper.launch.allocation import job_id as own_job
+    from resihp.slurm.parsing.parse import JOB_ID
+    from resihp.wrapper import registry
+    from resihp.wrapper.job_folder import all_jobs, slurm_job_of
+    from resihp.wrapper.launch.allocation import job_id as own_job
 
     ids_here = [slurm_job_of(job.name) or "" for job in all_jobs()[:MAX_JOBS_CONSIDERED]]
     entries = [entry for entry in registry.entries()[0] if entry.slurm_job]
@@ -117,8 +117,8 @@ def _own_jobs(slurm: Slurm) -> list[str]:
 
 def _homes() -> dict[Path, set[str]]:
     """Return this home and the homes of all registered jobs, each with the numbers of its Slurm jobs."""
-    from wrapper import registry
-    from wrapper.job_folder import all_jobs, home, slurm_job_of
+    from resihp.wrapper import registry
+    from resihp.wrapper.job_folder import all_jobs, home, slurm_job_of
 
     jobs_by_home = {home(): {slurm_job_of(job.name) or "" for job in all_jobs()}}
     for entry in registry.entries()[0]:
@@ -141,7 +141,7 @@ def _joined(job_id: str) -> set[str]:
     """Return all nodes that have ever joined the job, from its journal; empty if the journal cannot be read."""
     from resihp.errors import ResihpError
     from resihp.record.journal import NodeJoined
-    from wrapper.job_folder import find_job
+    from resihp.wrapper.job_folder import find_job
 
     try:
         records = find_job(job_id).records()

@@ -1,7 +1,7 @@
 """`resihp node repaired|maintenance`: record repairs of nodes in a ledger, and list them.
 
-Failures before a repair no longer count against the repaired node or device (`db.reading.hardware`). Slow imports are
-inside the functions.
+Failures before a repair no longer count against the repaired node or device (`resihp.db.reading.hardware`). Slow
+imports are inside the functions.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from resihp.errors import UsageError
-from wrapper.output.answers import JsonOption, message, moment, to_json
+from resihp.wrapper.output.answers import JsonOption, message, moment, to_json
 
 if TYPE_CHECKING:
-    from slurm.client import Slurm
+    from resihp.slurm.client import Slurm
 
 JSON_SCHEMA = 1
 MAX_NOTE_CHARACTERS, MAX_KIND_CHARACTERS = 2000, 40
@@ -46,7 +46,7 @@ def repaired(
 
     Example: resihp node repaired gpu-17 --device 3 --kind replaced --ledger URL
     """
-    from db.maintenance import record
+    from resihp.db.maintenance import record
 
     for option, text, longest in (("kind", kind, MAX_KIND_CHARACTERS), ("note", note, MAX_NOTE_CHARACTERS)):
         if len(text) > longest or not text.isprintable():
@@ -72,8 +72,8 @@ def maintenance(
 
     Example: resihp node maintenance gpu-17 --ledger URL
     """
-    from db.reading.hardware import maintenance_rows
-    from db.reading.reader import Reader
+    from resihp.db.reading.hardware import maintenance_rows
+    from resihp.db.reading.reader import Reader
 
     with Reader.open(ledger) as reader:
         rows = maintenance_rows(reader, node)
@@ -87,14 +87,14 @@ def maintenance(
 
 def connect() -> Slurm:
     """Return the client for this machine's Slurm."""
-    from slurm.commands import CommandLine
+    from resihp.slurm.commands import CommandLine
 
     return CommandLine()
 
 
 def _cluster() -> str:
     """Return the name of this cluster; empty without Slurm."""
-    from slurm.errors import SlurmError
+    from resihp.slurm.errors import SlurmError
 
     try:
         return connect().cluster()
@@ -103,8 +103,8 @@ def _cluster() -> str:
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    from wrapper.output.answers import console
-    from wrapper.output.tables import Column, show
+    from resihp.wrapper.output.answers import console
+    from resihp.wrapper.output.tables import Column, show
 
     columns = (
         *(Column("at (UTC)"), Column("node", wraps=True, kept=True), Column("device", wraps=True, kept=True)),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wrapper.output.answers import SCHEMA, JobArgument, JsonOption, console, for_stdout, message, to_json
+from resihp.wrapper.output.answers import SCHEMA, JobArgument, JsonOption, console, for_stdout, message, to_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,9 +44,9 @@ def now(
 
     from resihp.errors import ResihpError
     from resihp.protocol.messages import AskCheckpoint
-    from wrapper.commands.operate.request import ask
-    from wrapper.commands.resume import checkpoint_folder_of
-    from wrapper.job_folder import find_job
+    from resihp.wrapper.commands.operate.request import ask
+    from resihp.wrapper.commands.resume import checkpoint_folder_of
+    from resihp.wrapper.job_folder import find_job
 
     this_job = find_job(job, acts=True)
     try:
@@ -75,8 +75,8 @@ def show(
 
     Example: resihp checkpoint list local-3
     """
-    from wrapper.commands.resume import checkpoint_folder_of
-    from wrapper.job_folder import find_job
+    from resihp.wrapper.commands.resume import checkpoint_folder_of
+    from resihp.wrapper.job_folder import find_job
 
     this_job = find_job(job)
     folder = checkpoint_folder_of(this_job)
@@ -117,9 +117,9 @@ def _row(checkpoint: Stored, resumes: bool) -> Row:
 
 def _print(listed: list[Row], folder: Path) -> None:
     from resihp.record.describe import size
-    from wrapper.output.render import duration
-    from wrapper.output.tables import Column
-    from wrapper.output.tables import show as show_table
+    from resihp.wrapper.output.render import duration
+    from resihp.wrapper.output.tables import Column
+    from resihp.wrapper.output.tables import show as show_table
 
     cells = [
         (

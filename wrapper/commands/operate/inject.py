@@ -8,8 +8,8 @@ from typing import Any
 from resihp.errors import UsageError
 from resihp.faults import ends
 from resihp.protocol.messages import Inject
-from wrapper.commands.operate.request import ask
-from wrapper.job_folder import find_job
+from resihp.wrapper.commands.operate.request import ask
+from resihp.wrapper.job_folder import find_job
 
 
 def inject(

@@ -9,7 +9,7 @@ from contextlib import suppress
 from resihp.errors import JobNotFoundError, ProtocolError
 from resihp.plain_files import open_plain
 from resihp.record import journal
-from wrapper.job_folder import Job
+from resihp.wrapper.job_folder import Job
 
 MAX_LINES = 8
 MAX_BYTES = 1 << 14

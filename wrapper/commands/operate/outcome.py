@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from resihp.errors import ResihpError
-from wrapper.job_folder import Job
-from wrapper.output.answers import SCHEMA, message
+from resihp.wrapper.job_folder import Job
+from resihp.wrapper.output.answers import SCHEMA, message
 
 LEDGER_FIELDS = ("state", "reason", "iteration", "target", "committed_iterations", "failures", "goodput")
 
@@ -18,11 +18,11 @@ def outcome(job: Job, exit_code: int | None = None) -> dict[str, Any]:
     `exit_code`: the exit code of the command; None to use the job's. If the ledger cannot be read, the values from it
     are None, and a message reports that.
     """
-    from wrapper.commands.operate.checkpoint import rows
-    from wrapper.commands.resume import checkpoint_folder_of
-    from wrapper.commands.status.job_status import job_status
-    from wrapper.config.run_spec import load
-    from wrapper.output.ledgers import opened
+    from resihp.wrapper.commands.operate.checkpoint import rows
+    from resihp.wrapper.commands.resume import checkpoint_folder_of
+    from resihp.wrapper.commands.status.job_status import job_status
+    from resihp.wrapper.config.run_spec import load
+    from resihp.wrapper.output.ledgers import opened
 
     status: dict[str, Any] = {}
     try:

@@ -10,7 +10,7 @@ import asyncio
 from resihp.errors import ProtocolError, ResihpError, UsageError
 from resihp.protocol.channels import SecureChannel
 from resihp.protocol.messages import OperatorReply, OperatorRequest
-from wrapper.job_folder import Job
+from resihp.wrapper.job_folder import Job
 
 DEFAULT_TIMEOUT_S = 10.0
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from wrapper.output.answers import JsonOption, message, to_json
+from resihp.wrapper.output.answers import JsonOption, message, to_json
 
 if TYPE_CHECKING:
     from resihp.record.journal import AnyEntry
     from resihp.record.reading_on import ReadingOn
-    from wrapper.job_folder import Job
+    from resihp.wrapper.job_folder import Job
 
 POLL_INTERVAL_S = 0.3
 NO_SUPERVISOR_TIMEOUT_S = 10.0
@@ -46,10 +46,10 @@ def stop(
 
     from resihp.errors import ResihpError
     from resihp.protocol.messages import AskStop
-    from wrapper.commands.operate.request import ask
-    from wrapper.commands.resume import resume_hint
-    from wrapper.config.run_spec import load
-    from wrapper.job_folder import find_job
+    from resihp.wrapper.commands.operate.request import ask
+    from resihp.wrapper.commands.resume import resume_hint
+    from resihp.wrapper.config.run_spec import load
+    from resihp.wrapper.job_folder import find_job
 
     this_job = find_job(job)
     journal = StopProgress(this_job)
@@ -70,7 +70,7 @@ def stop(
     if hint := resume_hint(load(this_job.run_file)):
         message(f"job {this_job.name}: {hint}")
     if as_json:
-        from wrapper.commands.operate.outcome import outcome
+        from resihp.wrapper.commands.operate.outcome import outcome
 
         print(to_json(outcome(this_job)))
 

@@ -1,9 +1,9 @@
 """`resihp plan`: show the plan for given failures, and its cost.
 
 Reads the question from options (`resihp.scheduler.what_if.question`) or from a job's ledger
-(`wrapper.commands.plan.of_job`), has the planner decide, and shows the answer: JSON for programs, tables and sentences
-for people, a plot on request (`wrapper.commands.plan.picture`). Needs no job and touches none. Data goes to stdout,
-messages to stderr. Slow imports are inside the functions.
+(`resihp.wrapper.commands.plan.of_job`), has the planner decide, and shows the answer: JSON for programs, tables and
+sentences for people, a plot on request (`resihp.wrapper.commands.plan.picture`). Needs no job and touches none. Data
+goes to stdout, messages to stderr. Slow imports are inside the functions.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from resihp.errors import PlanError, UsageError
-from wrapper.commands.options import command_of
-from wrapper.output.render import duration, literal
+from resihp.wrapper.commands.options import command_of
+from resihp.wrapper.output.render import duration, literal
 
 if TYPE_CHECKING:
     from resihp.parallelism.plan import Plan
@@ -141,7 +141,7 @@ def plan(options: PlanOptions) -> None:
         again = _search_command(options) if happened(options) else ""
         _show(query, model, hardware, outcome, planning_s, explained, first=options.tune, again=again)
     if options.plot is not None:
-        from wrapper.commands.plan.picture import draw
+        from resihp.wrapper.commands.plan.picture import draw
 
         draw(options.plot, query, outcome, situation)
 
@@ -153,7 +153,7 @@ def _show_losses(
     from rich.console import Console
 
     from resihp.scheduler.what_if import losses
-    from wrapper.commands.plan import hurts
+    from resihp.wrapper.commands.plan import hurts
 
     decide = _decider(options.planner)
     _warm(decide)
@@ -199,7 +199,7 @@ def _question(options: PlanOptions) -> tuple[Question, Plan, str, str]:
     if options.tune and any(failures.values()):
         raise UsageError("plan --tune: plans the first layout; leave --fail, --slow and the like out")
     if options.model is None and options.layout is None:
-        from wrapper.commands.plan.of_job import of_job
+        from resihp.wrapper.commands.plan.of_job import of_job
 
         job_question = of_job(options.job, options.ledger, options.hardware, **failures)
         for remark in job_question.remarks:
@@ -253,7 +253,7 @@ def _decision(options: PlanOptions, query: Question, base: Plan, situation: Situ
             decision = _searched(situation, decision, options.search)
         return decision, time.perf_counter() - began
     except PlanError as error:
-        from wrapper.commands.plan.tables import happened as describe_failures
+        from resihp.wrapper.commands.plan.tables import happened as describe_failures
 
         raise PlanError(f"{describe_failures(query)}: {error}; try fewer failures, --spares, or a smaller pp") from None
 
@@ -314,10 +314,10 @@ def _show(
     first: bool,
     again: str,
 ) -> None:
-    from wrapper.commands.plan import tables
-    from wrapper.output.answers import console, tell
-    from wrapper.output.explanations import sentences as explanations
-    from wrapper.output.tables import Column, show
+    from resihp.wrapper.commands.plan import tables
+    from resihp.wrapper.output.answers import console, tell
+    from resihp.wrapper.output.explanations import sentences as explanations
+    from resihp.wrapper.output.tables import Column, show
 
     screen = console()
     tell(screen, tables.title(query, model, hardware))
@@ -339,7 +339,7 @@ def sentences(outcome: WhatIfAnswer, planning_s: float, first: bool = False, aga
     """
     from resihp.scheduler.losses import held_alone
     from resihp.scheduler.transition_cost import NO_COST, pays_back_s
-    from wrapper.commands.plan.tables import gigabytes
+    from resihp.wrapper.commands.plan.tables import gigabytes
 
     lines: list[str] = []
     cost = outcome.cost

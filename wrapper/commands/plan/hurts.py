@@ -1,6 +1,6 @@
 """`resihp plan --hurts`: show which single loss would hurt most, as a table and sentences, or as JSON.
 
-`resihp.scheduler.what_if.losses` computes the answer. Called by `wrapper.commands.plan.command`.
+`resihp.scheduler.what_if.losses` computes the answer. Called by `resihp.wrapper.commands.plan.command`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from resihp.scheduler.what_if import losses
 from resihp.scheduler.what_if.answer import layout_json
 from resihp.scheduler.what_if.losses import Losses, LossResult
 from resihp.scheduler.what_if.question import Question, device_of
-from wrapper.commands.plan.tables import described, gigabytes, title
-from wrapper.output import tables
-from wrapper.output.answers import console, tell
-from wrapper.output.render import duration, literal
-from wrapper.output.tables import Column
+from resihp.wrapper.commands.plan.tables import described, gigabytes, title
+from resihp.wrapper.output import tables
+from resihp.wrapper.output.answers import console, tell
+from resihp.wrapper.output.render import duration, literal
+from resihp.wrapper.output.tables import Column
 
 if TYPE_CHECKING:
     from rich.console import Console

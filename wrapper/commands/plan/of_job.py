@@ -1,11 +1,11 @@
 """Builds the question of `resihp plan JOB` from a job's ledger: its layout, model, times and slow devices. Reads only.
 
-Called by `wrapper.commands.plan.command`. Times are the job's own: an iteration of the plan in effect takes as long as
-it does now, and the times of other plans are scaled in proportion. The proportion comes from the job's learnt times if
-the plan was decided by them; otherwise from arithmetic for its devices; if the devices are unknown, from the numbers of
-layers and micro-batches alone, because a small model on the wrong devices would seem to do nothing but communicate.
-Remarks name data that the ledger lacks: a plan's own orders of work, and the kind of devices if no probe of the job
-reported it.
+Called by `resihp.wrapper.commands.plan.command`. Times are the job's own: an iteration of the plan in effect takes as
+long as it does now, and the times of other plans are scaled in proportion. The proportion comes from the job's learnt
+times if the plan was decided by them; otherwise from arithmetic for its devices; if the devices are unknown, from the
+numbers of layers and micro-batches alone, because a small model on the wrong devices would seem to do nothing but
+communicate. Remarks name data that the ledger lacks: a plan's own orders of work, and the kind of devices if no probe
+of the job reported it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from resihp.errors import UsageError
-from wrapper.output.render import duration
+from resihp.wrapper.output.render import duration
 
 if TYPE_CHECKING:
-    from db.reading.queries import Reader
+    from resihp.db.reading.queries import Reader
     from resihp.parallelism.plan import Plan
     from resihp.protocol.messages import Declare
     from resihp.scheduler.cost.profile import Profile
@@ -62,7 +62,7 @@ def of_job(
     Raises UsageError if the job has no plan yet, or if its ledger lacks its model.
     """
     from resihp.scheduler.what_if import question
-    from wrapper.output.ledgers import opened
+    from resihp.wrapper.output.ledgers import opened
 
     with opened(job, ledger) as (reader, row):
         query, base, name, remarks = _read(reader, row, hardware)
@@ -81,8 +81,8 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
     """Return the question, the plan in effect, the hardware's name, and remarks."""
     from sqlalchemy import select
 
-    from db.models import JobRow
-    from db.reading.plans.explanations import plan_of
+    from resihp.db.models import JobRow
+    from resihp.db.reading.plans.explanations import plan_of
     from resihp.protocol.messages import Declare
     from resihp.scheduler.cost.device_memory import overhead
     from resihp.scheduler.what_if.question import Question
@@ -145,7 +145,7 @@ def _measured(reader: Reader, job_id: int, epoch: int) -> tuple[float, int] | No
     """
     from sqlalchemy import select
 
-    from db.models import IterationRow
+    from resihp.db.models import IterationRow
 
     columns = IterationRow.__table__.columns
     query = select(columns["iteration"], columns["seconds"])

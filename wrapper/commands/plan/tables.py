@@ -1,6 +1,6 @@
 """Tables of `resihp plan`: times, memory and layout before and after; and a description of the failures.
 
-Called by `wrapper.commands.plan.command` and `wrapper.commands.plan.hurts`. Decides nothing.
+Called by `resihp.wrapper.commands.plan.command` and `resihp.wrapper.commands.plan.hurts`. Decides nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from resihp.parallelism.layout import Layout, Replica, spans
 from resihp.record.describe import size
 from resihp.scheduler.what_if.question import Question, gone, stage_bytes
 from resihp.words import count_of
-from wrapper.output.render import duration
-from wrapper.output.tables import Column, show
+from resihp.wrapper.output.render import duration
+from resihp.wrapper.output.tables import Column, show
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,7 +12,7 @@ import typer
 
 from resihp.durable_files import replacing
 from resihp.errors import UsageError
-from wrapper.output.answers import SCHEMA, JsonOption, message, to_json
+from resihp.wrapper.output.answers import SCHEMA, JsonOption, message, to_json
 
 
 def register(app: typer.Typer) -> None:
@@ -35,9 +35,9 @@ def report(
 
     Example: resihp report local-3 -o report.html
     """
-    from wrapper.commands.report import facts, runs
-    from wrapper.commands.report.story import figures, sentences
-    from wrapper.output.ledgers import attempts_here, opened, pinned
+    from resihp.wrapper.commands.report import facts, runs
+    from resihp.wrapper.commands.report.story import figures, sentences
+    from resihp.wrapper.output.ledgers import attempts_here, opened, pinned
 
     job = pinned(job, ledger)
     with opened(job, ledger) as (reader, row):
@@ -52,14 +52,14 @@ def report(
         "format": "markdown" if markdown else "html",
     }
     if markdown:
-        from wrapper.commands.report.markdown import markdown as as_markdown
+        from resihp.wrapper.commands.report.markdown import markdown as as_markdown
 
         text = as_markdown(job_facts)
         if output is None:
             sys.stdout.write(f"{to_json({'schema': SCHEMA, **result, 'text': text})}\n" if as_json else text)
             return
     else:
-        from wrapper.commands.report.page import html
+        from resihp.wrapper.commands.report.page import html
 
         text = html(job_facts)
         output = output or Path(f"report-{file_name(name)}.html")

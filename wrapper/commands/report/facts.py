@@ -1,4 +1,4 @@
-"""The data of a report on one job, as rows of the ledger. `wrapper.commands.report.command` reads them once."""
+"""The data of a report on one job, as rows of the ledger. `resihp.wrapper.commands.report.command` reads them once."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from db.reading.costs.cost_accounts import Account
-from db.reading.iterations.scores import Scores, scores
-from db.reading.plans.promises import promises
-from db.reading.tables import object_in
-from wrapper.commands.report.runs import Total
-from wrapper.output.idle_gpus import IdleGpus
-from wrapper.output.job_history import JobHistory
+from resihp.db.reading.costs.cost_accounts import Account
+from resihp.db.reading.iterations.scores import Scores, scores
+from resihp.db.reading.plans.promises import promises
+from resihp.db.reading.tables import object_in
+from resihp.wrapper.commands.report.runs import Total
+from resihp.wrapper.output.idle_gpus import IdleGpus
+from resihp.wrapper.output.job_history import JobHistory
 
 if TYPE_CHECKING:
-    from db.reading.queries import Reader
+    from resihp.db.reading.queries import Reader
     from resihp.scheduler.explained.explanation import Explanation
 
 Row = dict[str, Any]
@@ -59,7 +59,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     now: datetime
     """Time of the report."""
     idle: str = ""
-    """Text on the GPUs without work, with reasons (`wrapper.output.idle_gpus`); empty if all GPUs have work."""
+    """Text on the GPUs without work, with reasons (`resihp.wrapper.output.idle_gpus`); empty if all GPUs have work."""
     slurm: Total | None = None
     """All runs of the Slurm job that the job belongs to; None without Slurm."""
 

@@ -15,10 +15,10 @@ from typing import Literal
 
 import msgspec
 
-from db.layouts import from_json
+from resihp.db.layouts import from_json
 from resihp.parallelism.layout import Layout, Place, Replica, Stage
 from resihp.record.describe import rank_list
-from wrapper.commands.report.facts import Row
+from resihp.wrapper.commands.report.facts import Row
 
 PlanEffect = Literal["kept", "moved", "new", "idle", "lost", "standby"]
 _TIPS: Mapping[PlanEffect, str] = {

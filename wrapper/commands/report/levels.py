@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 from markupsafe import Markup
 
-from wrapper.commands.report.facts import Facts
-from wrapper.commands.report.svg import Drawing, ticks
-from wrapper.commands.report.times import iterations_below
+from resihp.wrapper.commands.report.facts import Facts
+from resihp.wrapper.commands.report.svg import Drawing, ticks
+from resihp.wrapper.commands.report.times import iterations_below
 
 MAX_POINTS = 400
 PLOT_HEIGHT, PLOT_TOP = 180.0, 14.0

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable, Sequence
 
 from resihp.record.describe import rank_list
-from wrapper.commands.report import runs
-from wrapper.commands.report.facts import Facts
-from wrapper.commands.report.marks import clock
-from wrapper.commands.report.story import costs, gaps, lost_hours, node_lines, safe, sentences
-from wrapper.output.explanations import sentences as explained
-from wrapper.output.render import as_change, duration, hours, literal, percent
+from resihp.wrapper.commands.report import runs
+from resihp.wrapper.commands.report.facts import Facts
+from resihp.wrapper.commands.report.marks import clock
+from resihp.wrapper.commands.report.story import costs, gaps, lost_hours, node_lines, safe, sentences
+from resihp.wrapper.output.explanations import sentences as explained
+from resihp.wrapper.output.render import as_change, duration, hours, literal, percent
 
 MAX_FAILURES = 20
 MAX_NODES = 10

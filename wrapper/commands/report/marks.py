@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from wrapper.commands.report.facts import Row
+from resihp.wrapper.commands.report.facts import Row
 
 MAX_FAILURES_NUMBERED = 40
 """Most failures that are numbered in the pictures; if there are more, their counts are shown."""

@@ -15,17 +15,26 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup, escape
 
 from resihp.record.describe import rank_list, size
-from wrapper.commands.report import runs
-from wrapper.commands.report.facts import Facts, Row
-from wrapper.commands.report.layouts import LayoutChange, changes
-from wrapper.commands.report.levels import rank_levels
-from wrapper.commands.report.marks import FAILURE_SHAPES, MAX_FAILURES_NUMBERED, clock
-from wrapper.commands.report.story import costs, gaps, lost_hours, node_lines, not_drawn, safe, sentences, settings
-from wrapper.commands.report.svg import sign
-from wrapper.commands.report.timeline import MAX_BOXES, has_slow_strips, node_signs, timeline
-from wrapper.commands.report.times import iteration_times
-from wrapper.output.explanations import sentences as explained
-from wrapper.output.render import as_change, duration, hours, literal, one_line, percent, suspects
+from resihp.wrapper.commands.report import runs
+from resihp.wrapper.commands.report.facts import Facts, Row
+from resihp.wrapper.commands.report.layouts import LayoutChange, changes
+from resihp.wrapper.commands.report.levels import rank_levels
+from resihp.wrapper.commands.report.marks import FAILURE_SHAPES, MAX_FAILURES_NUMBERED, clock
+from resihp.wrapper.commands.report.story import (
+    costs,
+    gaps,
+    lost_hours,
+    node_lines,
+    not_drawn,
+    safe,
+    sentences,
+    settings,
+)
+from resihp.wrapper.commands.report.svg import sign
+from resihp.wrapper.commands.report.timeline import MAX_BOXES, has_slow_strips, node_signs, timeline
+from resihp.wrapper.commands.report.times import iteration_times
+from resihp.wrapper.output.explanations import sentences as explained
+from resihp.wrapper.output.render import as_change, duration, hours, literal, one_line, percent, suspects
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -120,7 +129,7 @@ def _environment() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("wrapper.commands.report", "."),
+        loader=PackageLoader("resihp.wrapper.commands.report", "."),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -144,7 +153,7 @@ def _environment() -> Environment:
         "time_of_day": lambda moment: f"{moment:%H:%M:%S}",
     }
     # The style sheet is ours and must not be escaped, as `>` is part of its syntax.
-    style = resources.files("wrapper.commands.report").joinpath("page.css").read_text()
+    style = resources.files("resihp.wrapper.commands.report").joinpath("page.css").read_text()
     environment.globals["style"] = Markup(style)
     environment.globals["sign"] = sign
     return environment

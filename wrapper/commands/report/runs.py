@@ -1,7 +1,7 @@
 """Adds up all runs of one Slurm job, as `seff` does for a job without restarts and replacement nodes.
 
 `run` computes one run from its rows in the ledger, `total` adds up the runs; both are pure. `read` finds the runs, for
-`wrapper.commands.report.command`. GPU-hours are held from the start of a run on the job's own nodes, and on
+`resihp.wrapper.commands.report.command`. GPU-hours are held from the start of a run on the job's own nodes, and on
 replacements, which are separate Slurm jobs, from the time they joined; in both cases until Slurm took the node back.
 GPU-hours are used by iterations that were kept: an iteration that a later run repeated counts only in the later run.
 """
@@ -17,7 +17,7 @@ import msgspec
 from resihp.errors import UsageError
 
 if TYPE_CHECKING:
-    from db.reading.queries import Reader
+    from resihp.db.reading.queries import Reader
 
 Row = dict[str, Any]
 MAX_SIGNALS = 100
@@ -105,7 +105,7 @@ def run(
     now: datetime,
 ) -> Run:
     """Return one run, computed from its rows. `signals`: events of the kind `JobSignalled`."""
-    from db.reading.costs.goodput import course
+    from resihp.db.reading.costs.goodput import course
 
     last_moment = job["last_entry_at"] if job["state"] == "abnormal" else job["ended_at"] or now
     ended = max(last_moment, job["started_at"])
@@ -152,8 +152,8 @@ def read(reader: Reader, name: str, pinned: str | None, ledger: str | None, now:
 
     `pinned`: this run, as returned by `ledgers.pinned`.
     """
-    from wrapper.job_folder import find_job, runs_of, slurm_job_of
-    from wrapper.output.ledgers import opened
+    from resihp.wrapper.job_folder import find_job, runs_of, slurm_job_of
+    from resihp.wrapper.output.ledgers import opened
 
     slurm_job = slurm_job_of(name)
     if slurm_job is None:
@@ -181,7 +181,7 @@ def _read(reader: Reader, job: Row, now: datetime) -> Run:
 
 def lines(all_runs: Total) -> list[tuple[str, ...]]:
     """Return a row for each run, and one for the sum of all runs, with the columns of `RUN_HEADINGS`."""
-    from wrapper.output.render import duration, hours
+    from resihp.wrapper.output.render import duration, hours
 
     rows: list[tuple[str, ...]] = [
         (
@@ -211,7 +211,7 @@ RUN_HEADINGS = ("run", "began (UTC)", "wall time", "GPU-hours held", "used", "no
 def sentence(all_runs: Total) -> str:
     """Return a sentence on the outcome, the share of used GPU-hours, restarts, preemptions, and nodes lost and
     replaced."""
-    from wrapper.output.render import percent
+    from resihp.wrapper.output.render import percent
 
     def counted(number: int, noun: str) -> str:
         return f"{number} {noun}{'' if number == 1 else 's'}"

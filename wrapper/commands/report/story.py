@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from db.engine import masked
-from db.reading.costs.timeline import CAUSES
+from resihp.db.engine import masked
+from resihp.db.reading.costs.timeline import CAUSES
 from resihp.words import natural
-from wrapper.commands.report.facts import Facts
-from wrapper.output.render import count, duration, hours, percent
+from resihp.wrapper.commands.report.facts import Facts
+from resihp.wrapper.output.render import count, duration, hours, percent
 
 CAUSE_WORDS: Mapping[str, tuple[str, str]] = {
     "start": ("starting", "from the job's start to the start of the first iteration"),
@@ -28,7 +28,7 @@ CAUSE_WORDS: Mapping[str, tuple[str, str]] = {
     "checkpoint": ("checkpoints", "pauses after checkpointed iterations"),
     "other": ("other", "usual pauses between iterations, shutdown, and unrecorded time"),
 }
-"""Name and definition of each cause in `db.reading.costs.timeline`."""
+"""Name and definition of each cause in `resihp.db.reading.costs.timeline`."""
 SECRET_NAME = re.compile(r"(password|passwd|secret|token|api_?key|authorization|credential)s?$", re.IGNORECASE)
 SECRET_MASK = "***"
 MAX_EPOCHS_NAMED = 20

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 from markupsafe import Markup
 
-from wrapper.output.render import literal
+from resihp.wrapper.output.render import literal
 
 INNER_WIDTH = 1000
 """Width of the part with lines and areas, in its own units; this part is stretched to the width of the page."""

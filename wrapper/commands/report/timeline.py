@@ -14,8 +14,8 @@ from markupsafe import Markup
 
 from resihp.record.describe import size
 from resihp.words import count_of
-from wrapper.commands.report.facts import Facts
-from wrapper.commands.report.marks import (
+from resihp.wrapper.commands.report.facts import Facts
+from resihp.wrapper.commands.report.marks import (
     FAILURE_SHAPES,
     MAX_FAILURES_NUMBERED,
     clock,
@@ -24,8 +24,8 @@ from wrapper.commands.report.marks import (
     inside,
     iterations_of,
 )
-from wrapper.commands.report.svg import Drawing, time_ticks
-from wrapper.output.render import duration
+from resihp.wrapper.commands.report.svg import Drawing, time_ticks
+from resihp.wrapper.output.render import duration
 
 MAX_BOXES = 60
 """Most recoveries, and most plans, that are drawn as boxes."""

@@ -15,8 +15,8 @@ import numpy as np
 from markupsafe import Markup
 
 from resihp.words import count_of
-from wrapper.commands.report.facts import Facts, Row
-from wrapper.commands.report.marks import (
+from resihp.wrapper.commands.report.facts import Facts, Row
+from resihp.wrapper.commands.report.marks import (
     FAILURE_SHAPES,
     MAX_FAILURES_NUMBERED,
     every_nth,
@@ -24,8 +24,8 @@ from wrapper.commands.report.marks import (
     inside,
     iterations_of,
 )
-from wrapper.commands.report.svg import Drawing, Points, ticks
-from wrapper.output.render import duration
+from resihp.wrapper.commands.report.svg import Drawing, Points, ticks
+from resihp.wrapper.output.render import duration
 
 MAX_POINTS = 800
 """Most points of a line. If there are more iterations, each point has the minimum, median and maximum of a group of

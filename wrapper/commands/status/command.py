@@ -1,6 +1,6 @@
 """`resihp status`: show a job from its ledger. Data goes to stdout, messages to stderr.
 
-Reads only, except that `wrapper.output.ledgers` first brings the ledger up to date. Slow imports are inside the
+Reads only, except that `resihp.wrapper.output.ledgers` first brings the ledger up to date. Slow imports are inside the
 function.
 """
 
@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from wrapper.output.answers import JobArgument, JsonOption, LedgerOption, console, to_json
-from wrapper.output.ledgers import folder_of, opened, pinned
+from resihp.wrapper.output.answers import JobArgument, JsonOption, LedgerOption, console, to_json
+from resihp.wrapper.output.ledgers import folder_of, opened, pinned
 
 
 def register(app: typer.Typer) -> None:
@@ -32,17 +32,17 @@ def status(
     """
     job = pinned(job, ledger)
     if watch:
-        from wrapper.commands.watch.command import watch as follow
+        from resihp.wrapper.commands.watch.command import watch as follow
 
         raise typer.Exit(exit_code_of_state(follow(job, ledger, as_json)))
-    from wrapper.commands.status.job_status import job_status
+    from resihp.wrapper.commands.status.job_status import job_status
 
     with opened(job, ledger) as (reader, row):
         state = job_status(reader, row, folder=folder_of(job, ledger))
     if as_json:
         print(to_json(state))
     else:
-        from wrapper.commands.status.tables import render_status
+        from resihp.wrapper.commands.status.tables import render_status
 
         screen = console()
         screen.print(render_status(state, screen.width))

@@ -1,6 +1,6 @@
 """A job's status, assembled from rows of its ledger, as `status --json` prints it and `status --watch` redraws it.
 
-Reads only. Called by `wrapper.commands.status.command` and `wrapper.commands.watch.command`.
+Reads only. Called by `resihp.wrapper.commands.status.command` and `resihp.wrapper.commands.watch.command`.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from db.reading import watched
-from db.reading.costs.summary import summarise
-from db.reading.tables import object_in
-from wrapper.output.answers import SCHEMA
-from wrapper.output.idle_gpus import IdleGpus
-from wrapper.output.job_history import JobHistory, ranks_in
-from wrapper.output.progress import RECENT_ITERATIONS, goal, progress
-from wrapper.output.rank_health import rank_health
-from wrapper.output.shells import shells
+from resihp.db.reading import watched
+from resihp.db.reading.costs.summary import summarise
+from resihp.db.reading.tables import object_in
+from resihp.wrapper.output.answers import SCHEMA
+from resihp.wrapper.output.idle_gpus import IdleGpus
+from resihp.wrapper.output.job_history import JobHistory, ranks_in
+from resihp.wrapper.output.progress import RECENT_ITERATIONS, goal, progress
+from resihp.wrapper.output.rank_health import rank_health
+from resihp.wrapper.output.shells import shells
 
 if TYPE_CHECKING:
-    from db.reading.queries import Reader
+    from resihp.db.reading.queries import Reader
 
 Row = dict[str, Any]
 
@@ -107,7 +107,7 @@ def _output(host: str, leader: str | None, nodes: Sequence[Row], logs: str) -> s
 
 
 def _where_it_is_now(checkpoint: dict[str, Any], folder: str | None) -> dict[str, Any]:
-    from wrapper.job_folder import Job
+    from resihp.wrapper.job_folder import Job
 
     if folder is None:
         return checkpoint
@@ -130,8 +130,8 @@ def _slurm_job(name: str) -> str | None:
     None for a run without Slurm.
     """
     from resihp.errors import UsageError
-    from wrapper.config.run_spec import load
-    from wrapper.job_folder import find_job, slurm_job_of
+    from resihp.wrapper.config.run_spec import load
+    from resihp.wrapper.job_folder import find_job, slurm_job_of
 
     named = slurm_job_of(name)
     if named is None or "_" not in named:

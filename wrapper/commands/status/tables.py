@@ -1,7 +1,7 @@
 """A job's status on a terminal; `--json` has the rest.
 
-Called by `wrapper.commands.status.command`. Rows in, Rich renderables out; names and reasons are shown literally, never
-parsed as markup.
+Called by `resihp.wrapper.commands.status.command`. Rows in, Rich renderables out; names and reasons are shown
+literally, never parsed as markup.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 from rich.text import Text
 
-from db.layouts import from_json
+from resihp.db.layouts import from_json
 from resihp.record.describe import DETECTORS, rank_list
-from wrapper.exit_codes import REQUEUE_REQUESTED
-from wrapper.job_files.registered import slurm_job_of
-from wrapper.output.progress import ago, of_target
-from wrapper.output.render import count, duration, layout_grid, legend, literal, one_line, percent
-from wrapper.output.shells import line
-from wrapper.output.tables import lines
+from resihp.wrapper.exit_codes import REQUEUE_REQUESTED
+from resihp.wrapper.job_files.registered import slurm_job_of
+from resihp.wrapper.output.progress import ago, of_target
+from resihp.wrapper.output.render import count, duration, layout_grid, legend, literal, one_line, percent
+from resihp.wrapper.output.shells import line
+from resihp.wrapper.output.tables import lines
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -1,7 +1,7 @@
 """`resihp status --watch`: show a job until it ends, redrawn once a second and when the window is resized.
 
-`wrapper.commands.watch.picture` draws the screen. Without a terminal, each event is printed as a line. Called by
-`wrapper.commands.status.command`.
+`resihp.wrapper.commands.watch.picture` draws the screen. Without a terminal, each event is printed as a line. Called by
+`resihp.wrapper.commands.status.command`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from resihp.errors import LedgerError
-from wrapper.commands.status.tables import progress_line
-from wrapper.commands.watch.picture import Watched, headline, picture
-from wrapper.output.render import one_line, percent
+from resihp.wrapper.commands.status.tables import progress_line
+from resihp.wrapper.commands.watch.picture import Watched, headline, picture
+from resihp.wrapper.output.render import one_line, percent
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,9 +40,9 @@ def watch(job: str | None, ledger: str | None, as_json: bool) -> str:
 
     Raises LedgerError if the first reading of the ledger fails.
     """
-    from wrapper.commands.status.job_status import job_status
-    from wrapper.output.answers import console
-    from wrapper.output.ledgers import folder_of, opened, pinned
+    from resihp.wrapper.commands.status.job_status import job_status
+    from resihp.wrapper.output.answers import console
+    from resihp.wrapper.output.ledgers import folder_of, opened, pinned
 
     name = pinned(job, ledger)
 
@@ -122,7 +122,7 @@ def _follow_in_lines(
     pause: Callable[[float], bool],
     clock: Callable[[], float],
 ) -> Watched:
-    from wrapper.output.answers import to_json
+    from resihp.wrapper.output.answers import to_json
 
     former: Watched | None = None
     printed_s = float("-inf")

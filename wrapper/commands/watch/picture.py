@@ -1,6 +1,6 @@
 """The screen of `status --watch`: a job's state, fitted into a window. Pure.
 
-Called by `wrapper.commands.watch.command`.
+Called by `resihp.wrapper.commands.watch.command`.
 
 If a layout has more ranks than fit, a run of fully active replicas is one line, and every other replica has a row with
 a sign for each rank. Colour is never the only hint: letters and words carry the same information.
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from db.layouts import from_json
+from resihp.db.layouts import from_json
 from resihp.parallelism.layout import Layout
 from resihp.record.describe import rank_list
-from wrapper.commands.status.tables import goodput_line, progress_line
-from wrapper.output.progress import of_target
-from wrapper.output.render import (
+from resihp.wrapper.commands.status.tables import goodput_line, progress_line
+from resihp.wrapper.output.progress import of_target
+from resihp.wrapper.output.render import (
     HEALTH_LETTERS,
     HEALTH_STYLES,
     Health,

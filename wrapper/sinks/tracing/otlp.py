@@ -1,9 +1,9 @@
 """Sends traces to an OpenTelemetry collector with OpenTelemetry's SDK and exporter: OTLP over HTTP, configured by
 `OTEL_*` variables.
 
-Loaded by `wrapper.sinks.tracing.traces`, in its thread. The SDK's batch processor provides the queue and the sending
-thread. A faulty collector cannot harm the job: redirects are not followed, bodies of responses are not read, each
-attempt has a time limit, and a failure is reported once, in resihp's own words. The SDK's messages are discarded,
+Loaded by `resihp.wrapper.sinks.tracing.traces`, in its thread. The SDK's batch processor provides the queue and the
+sending thread. A faulty collector cannot harm the job: redirects are not followed, bodies of responses are not read,
+each attempt has a time limit, and a failure is reported once, in resihp's own words. The SDK's messages are discarded,
 because they may quote `OTEL_EXPORTER_OTLP_HEADERS`.
 """
 
@@ -28,8 +28,8 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 from requests.adapters import HTTPAdapter
 
 import resihp
-from wrapper.sinks.queue import UndeliveredError
-from wrapper.sinks.tracing.spans import Episode, Span, Value
+from resihp.wrapper.sinks.queue import UndeliveredError
+from resihp.wrapper.sinks.tracing.spans import Episode, Span, Value
 
 MAX_ATTEMPT_S = 30.0
 """Upper limit, in seconds, on `OTEL_EXPORTER_OTLP_TIMEOUT`. The specification defines that variable in milliseconds,

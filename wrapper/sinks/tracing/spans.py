@@ -2,7 +2,7 @@
 first iteration afterwards.
 
 `Story` computes traces from the journal's records. It is pure: all times are the journal's, so that a supervisor that
-takes over computes the same spans. Called by `wrapper.sinks.tracing.traces`. Does not use OpenTelemetry's SDK.
+takes over computes the same spans. Called by `resihp.wrapper.sinks.tracing.traces`. Does not use OpenTelemetry's SDK.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from resihp.record import journal
 from resihp.record.describe import explain
-from wrapper.output.job_history import JobHistory
+from resihp.wrapper.output.job_history import JobHistory
 
 if TYPE_CHECKING:
     from resihp.parallelism.layout import Layout

@@ -1,9 +1,10 @@
 """Sends the trace of each completed failure or change of plan to an OpenTelemetry collector.
 
-Listens to the journal (`wrapper.sinks.fanout`); `wrapper.sinks.tracing.spans` computes the traces. A thread
-(`wrapper.sinks.queue`) loads the SDK with the first trace and passes traces to `wrapper.sinks.tracing.otlp`. The number
-of the last record whose trace the collector accepted is saved in the job's folder; a supervisor that takes over
-continues after that record. A trace always has the same ids. Decides nothing about the job.
+Listens to the journal (`resihp.wrapper.sinks.fanout`); `resihp.wrapper.sinks.tracing.spans` computes the traces. A
+thread (`resihp.wrapper.sinks.queue`) loads the SDK with the first trace and passes traces to
+`resihp.wrapper.sinks.tracing.otlp`. The number of the last record whose trace the collector accepted is saved in the
+job's folder; a supervisor that takes over continues after that record. A trace always has the same ids. Decides nothing
+about the job.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Protocol
 
 from resihp.errors import ConfigurationError
 from resihp.record import journal
-from wrapper.job_folder import write_private
-from wrapper.sinks.queue import MAX_WAITING, BackgroundQueue
-from wrapper.sinks.tracing.spans import Episode, Story
+from resihp.wrapper.job_folder import write_private
+from resihp.wrapper.sinks.queue import MAX_WAITING, BackgroundQueue
+from resihp.wrapper.sinks.tracing.spans import Episode, Story
 
 
 class TraceOutlet(Protocol):
-    """An open connection to a collector: `wrapper.sinks.tracing.otlp.Outlet`."""
+    """An open connection to a collector: `resihp.wrapper.sinks.tracing.otlp.Outlet`."""
 
     def send(self, trace: Episode) -> None: ...
     def close(self, deadline: float) -> bool: ...
@@ -81,7 +82,7 @@ def _number(path: Path) -> int:
 
 
 def _opened(note: Callable[[int], None], say: Callable[[str], None]) -> TraceOutlet:
-    from wrapper.sinks.tracing import otlp
+    from resihp.wrapper.sinks.tracing import otlp
 
     return otlp.opened(note, say)
 
@@ -125,7 +126,7 @@ def _is_there(name: str) -> bool:
 
 
 def _check(subject: str, name: str, endpoint: str) -> None:
-    from wrapper.sinks.hooks import checked
+    from resihp.wrapper.sinks.hooks import checked
 
     try:
         checked(endpoint)

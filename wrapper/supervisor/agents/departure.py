@@ -1,6 +1,6 @@
 """The departure of the agents at the job's end: release them, wait for them, kill the remaining ones.
 
-Decides how long to wait. Never ends the job itself. Called by `wrapper.supervisor.shell` when the job has ended.
+Decides how long to wait. Never ends the job itself. Called by `resihp.wrapper.supervisor.shell` when the job has ended.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 from resihp.controller import interface as api
-from wrapper.launch.launcher import Launcher
-from wrapper.supervisor.agents.links import AgentLinks
+from resihp.wrapper.launch.launcher import Launcher
+from resihp.wrapper.supervisor.agents.links import AgentLinks
 
 LEAVE_GRACE_S = 60.0
 """How long training scripts may take to exit by themselves after training has ended."""

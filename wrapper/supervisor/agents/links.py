@@ -5,7 +5,7 @@ that were in flight, in either direction, are sent again on the next connection 
 connection begins with the supervisor's term. An agent that accepts a new term reports its workers (`Inventory`), and is
 part of the job from then on. Stale agents are recognised, and refused, by process id, by epoch, and by the number of
 messages that they have received. An agent that reads too slowly, or that does not reconnect in time, counts as lost.
-Decides nothing about training. Owned by `wrapper.supervisor.shell`.
+Decides nothing about training. Owned by `resihp.wrapper.supervisor.shell`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from resihp.protocol.channels import SecureChannel
 from resihp.protocol.forwarding import deflated, report_of, to_workers
 from resihp.protocol.framing import Envelope, encode
 from resihp.protocol.resumable import Conversation
-from wrapper.launch.launcher import CANNOT_START, NO_SUPERVISOR_STATUS, Launcher
-from wrapper.supervisor.agents.link import AgentLink
-from wrapper.supervisor.agents.rendezvous import Exchange
-from wrapper.supervisor.agents.roster import Rosters
+from resihp.wrapper.launch.launcher import CANNOT_START, NO_SUPERVISOR_STATUS, Launcher
+from resihp.wrapper.supervisor.agents.link import AgentLink
+from resihp.wrapper.supervisor.agents.rendezvous import Exchange
+from resihp.wrapper.supervisor.agents.roster import Rosters
 
 LOOK_EVERY_S = 0.1
 RETURN_WINDOW_S = 20.0
 """Time limit for agents to reconnect after their connections broke together, or after the supervisor was stopped."""
 MIN_PAUSE_S = 0.02
-"""Shortest sleep between two readings of the clock, which may be standing still (`wrapper.supervisor.attention`)."""
+"""Shortest sleep between two readings of the clock, which may be standing still
+(`resihp.wrapper.supervisor.attention`)."""
 EXIT_DRAIN_S = 0.15
 """How long to read the last messages of an agent that has exited."""
 

@@ -2,7 +2,7 @@
 
 This is the supervisor's instance of `resihp.protocol.rendezvous`; all ranks meet here. A node receives each message for
 its workers' groups once, and all messages of one turn of the event loop together. A meeting opens with the order to
-build communicators, and ends when the meeting of a newer epoch opens. Owned by `wrapper.supervisor.agents`.
+build communicators, and ends when the meeting of a newer epoch opens. Owned by `resihp.wrapper.supervisor.agents`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ leader.
 
 Each agent receives the whole list once, and only changes after that. Because thousands of agents join within seconds,
 changes are sent once a second, in one message to each agent, encoded once for all. Owned by
-`wrapper.supervisor.agents`; decides nothing.
+`resihp.wrapper.supervisor.agents`; decides nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Messages that start workers: the settings and the environment of each worker.
 
-Decides nothing: the controller decides which workers start. Called by `wrapper.supervisor.shell`.
+Decides nothing: the controller decides which workers start. Called by `resihp.wrapper.supervisor.shell`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from resihp.controller import interface as api
 from resihp.protocol import messages as m
-from wrapper.config.run_spec import RunRequest
-from wrapper.launch.launcher import Launcher
+from resihp.wrapper.config.run_spec import RunRequest
+from resihp.wrapper.launch.launcher import Launcher
 
 
 class WorkerStarts:

@@ -3,7 +3,7 @@ decision.
 
 An action also waits until all earlier journal entries are on the leader's own disk. Decides nothing:
 `resihp.record.quorum` defines a quorum, `replication` tracks the agents' copies, and `writer` tracks the disk. Owned by
-`wrapper.supervisor.shell`.
+`resihp.wrapper.supervisor.shell`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import msgspec
 from resihp.controller import interface as api
 from resihp.record.journal import AnyEntry, Record
 from resihp.record.quorum import DECISIONS
-from wrapper.supervisor.agents.links import AgentLinks
-from wrapper.supervisor.journaling.replication import Replication
-from wrapper.supervisor.journaling.writer import JournalWriter
+from resihp.wrapper.supervisor.agents.links import AgentLinks
+from resihp.wrapper.supervisor.journaling.replication import Replication
+from resihp.wrapper.supervisor.journaling.writer import JournalWriter
 
 QUORUM_TIMEOUT_S = 10.0
 """How long a decision may wait for a quorum before this supervisor assumes that it no longer leads."""

@@ -1,12 +1,12 @@
 """Replication of the journal to agents: sends records to every voting agent; a decision counts once a quorum has it.
 
-Owned by `wrapper.supervisor.shell`, which delays the actions that follow from a decision until `settled`. The content
-of an agent's copy is known from the agent's acknowledgements, and from the number of the copy's last record when the
-agent joined. An agent that joins late, or that becomes a voter with a later plan, receives all missing records, in
-pieces that fit its connection, and keeps its copy up to date even after it no longer votes. Records are sent in batches
-(`flush`), encoded once for all agents that lack the same records, and only after they are on the leader's own disk: so
-no copy is ever ahead of the journal that a restarted supervisor reads there. Decides nothing; `resihp.record.quorum`
-defines a quorum.
+Owned by `resihp.wrapper.supervisor.shell`, which delays the actions that follow from a decision until `settled`. The
+content of an agent's copy is known from the agent's acknowledgements, and from the number of the copy's last record
+when the agent joined. An agent that joins late, or that becomes a voter with a later plan, receives all missing
+records, in pieces that fit its connection, and keeps its copy up to date even after it no longer votes. Records are
+sent in batches (`flush`), encoded once for all agents that lack the same records, and only after they are on the
+leader's own disk: so no copy is ever ahead of the journal that a restarted supervisor reads there. Decides nothing;
+`resihp.record.quorum` defines a quorum.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Encoded = tuple[int, bytes]
 
 
 class JournalSource(Protocol):
-    """The methods of `wrapper.supervisor.journaling.writer.JournalWriter` that replication uses."""
+    """The methods of `resihp.wrapper.supervisor.journaling.writer.JournalWriter` that replication uses."""
 
     @property
     def written(self) -> int: ...

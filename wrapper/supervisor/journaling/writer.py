@@ -4,7 +4,7 @@ sends heartbeats.
 `append` numbers a record and returns. The thread writes all waiting records at once; then `on_disk` is called. A failed
 write is repeated until it succeeds; the shell decides how long to lead while writes fail. The last records stay in
 memory for the agents' copies (`replication`); older ones are read from the file, outside the event loop. Decides
-nothing. Owned by `wrapper.supervisor.shell`.
+nothing. Owned by `resihp.wrapper.supervisor.shell`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The planning process: reads questions one after the other from its standard input, and writes answers to its output.
 
-`python -P -m wrapper.supervisor.thinking.process --planner NAME --parent PID`, started by `thinker`. Runs at low
+`python -P -m resihp.wrapper.supervisor.thinking.process --planner NAME --parent PID`, started by `thinker`. Runs at low
 priority, on one core; exits at the end of its input, or with its parent. `resihp.scheduler.thinking` answers the
 questions; this module only enforces the time limit of the search.
 """
@@ -22,7 +22,7 @@ from resihp.scheduler.questions import QUESTION_ENCODER
 from resihp.scheduler.situation import Decision
 from resihp.scheduler.thinking import think
 from resihp.settings import PlannerName
-from wrapper.supervisor.thinking.frames import FRAME_LENGTH, QUESTION_DECODER, frame, length_of
+from resihp.wrapper.supervisor.thinking.frames import FRAME_LENGTH, QUESTION_DECODER, frame, length_of
 
 NICE_LEVEL = 10
 
@@ -63,7 +63,7 @@ def decider(planner: PlannerName) -> Callable[[api.Think], Decision]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="wrapper.supervisor.thinking.process")
+    parser = argparse.ArgumentParser(prog="resihp.wrapper.supervisor.thinking.process")
     parser.add_argument("--planner", required=True, choices=planners.PLANNER_NAMES)
     parser.add_argument("--parent", required=True, type=int)
     options = parser.parse_args()

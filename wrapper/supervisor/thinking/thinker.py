@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from resihp.controller import interface as api
-from wrapper.supervisor.thinking.child import Child, start
-from wrapper.supervisor.thinking.frames import ANSWER_DECODER, FRAME_LENGTH, frame, length_of
+from resihp.wrapper.supervisor.thinking.child import Child, start
+from resihp.wrapper.supervisor.thinking.frames import ANSWER_DECODER, FRAME_LENGTH, frame, length_of
 
 MAX_STARTS = 4
 ANSWER_TIMEOUT_S = 120.0
@@ -27,7 +27,7 @@ _log = logging.getLogger("thinker")
 
 
 def command(planner: str) -> list[str]:
-    module = "wrapper.supervisor.thinking.process"
+    module = "resihp.wrapper.supervisor.thinking.process"
     return [sys.executable, "-P", "-m", module, "--planner", planner, "--parent", str(os.getpid())]
 
 

@@ -27,7 +27,7 @@ ITERATION_LINE = re.compile(
 DURATION_WORDS = re.compile(
     r"  \S+ tokens/s  (?:(\d+(?:\.\d+)?) (s|ms|µs)|(\d+) (min|h|d) (\d\d) (?:s|min|h))(?=  |\s*$)"
 )
-"""A duration as `wrapper.output.render.duration` writes it."""
+"""A duration as `resihp.wrapper.output.render.duration` writes it."""
 SMALL_S = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
 LARGE_S = {"min": (60.0, 1.0), "h": (3600.0, 60.0), "d": (86400.0, 3600.0)}
 

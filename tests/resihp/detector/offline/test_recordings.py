@@ -237,8 +237,8 @@ def test_what_we_print_is_read_with_all_that_stands_around_it() -> None:
 
 @pytest.mark.parametrize("seconds", [250e-6, 0.0031, 0.0099, 0.45, 12.3, 245.0, 3720.0, 97200.0])
 def test_lines_as_the_live_view_prints_them(seconds: float) -> None:
+    from resihp.wrapper.sinks.terminal import iteration_line
     from tests.db.conftest import outcome
-    from wrapper.sinks.terminal import iteration_line
 
     entry = journal.IterationCommitted(epoch=1, outcome=outcome(12), seconds=seconds, predicted_seconds=None)
     (run,) = of(f"11-25 17:09:02 {iteration_line(entry)}").runs

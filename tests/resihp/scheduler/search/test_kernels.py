@@ -104,7 +104,7 @@ def test_without_numba_the_numbers_are_the_same(split: bool, monkeypatch: pytest
 
 
 def test_numba_is_loaded_by_a_search_alone() -> None:
-    probe = "import sys, wrapper.cli, resihp.scheduler, resihp.controller; print('numba' in sys.modules)"
+    probe = "import sys, resihp.wrapper.cli, resihp.scheduler, resihp.controller; print('numba' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
 

@@ -19,20 +19,20 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from slurm.client import NodeView
-from slurm.drains.exclusions import Exclusions
-from slurm.limits import Limit
+from resihp.slurm.client import NodeView
+from resihp.slurm.drains.exclusions import Exclusions
+from resihp.slurm.limits import Limit
+from resihp.wrapper.cli import app
+from resihp.wrapper.commands.doctor import command as doctor
+from resihp.wrapper.commands.doctor import machine, places, slurm_settings, training_libraries
+from resihp.wrapper.commands.doctor import nodes as doctor_nodes
+from resihp.wrapper.commands.doctor.machine import CheckResult
+from resihp.wrapper.commands.doctor.nodes import PROBE_PREFIX, ClockCheck, NodeReport, judge, probe, read
+from resihp.wrapper.commands.doctor.slurm_checks import SlurmChecks
+from resihp.wrapper.job_folder import home
 from tests.slurm.fake_slurm import FakeSlurm
 from tests.slurm.fake_survey import SETTINGS, FakeSurvey, partition
 from tests.wrapper.launch.test_ports import free_range
-from wrapper.cli import app
-from wrapper.commands.doctor import command as doctor
-from wrapper.commands.doctor import machine, places, slurm_settings, training_libraries
-from wrapper.commands.doctor import nodes as doctor_nodes
-from wrapper.commands.doctor.machine import CheckResult
-from wrapper.commands.doctor.nodes import PROBE_PREFIX, ClockCheck, NodeReport, judge, probe, read
-from wrapper.commands.doctor.slurm_checks import SlurmChecks
-from wrapper.job_folder import home
 
 
 def outcomes(findings: Iterable[CheckResult]) -> dict[str, str]:
@@ -260,7 +260,7 @@ def test_a_slow_disk_is_told(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_ledger_on_a_network_file_system(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("db.engine.file_system", lambda path: "lustre")
+    monkeypatch.setattr("resihp.db.engine.file_system", lambda path: "lustre")
     finding = only(places.ledger())
     assert finding.outcome == "warning"
     assert "without WAL" in finding.text
@@ -677,7 +677,7 @@ def test_many_nodes_are_counted() -> None:
 def test_a_probe_is_one_line(fresh_home: Path) -> None:
     note = fresh_home / "note"
     note.write_text("note")
-    argv = [sys.executable, "-P", "-m", "wrapper.commands.doctor.nodes", "127.0.0.1", "1", str(note)]
+    argv = [sys.executable, "-P", "-m", "resihp.wrapper.commands.doctor.nodes", "127.0.0.1", "1", str(note)]
     done = subprocess.run(argv, env=os.environ | {"SLURMD_NODENAME": "n1"}, capture_output=True, text=True, check=True)
     assert len(done.stdout.splitlines()) == 1
     assert read(done.stdout, NODES)["n1"].connection
@@ -686,7 +686,7 @@ def test_a_probe_is_one_line(fresh_home: Path) -> None:
 
 IMPORTS = """
 import sys, threading
-from wrapper.commands.doctor.command import here, run
+from resihp.wrapper.commands.doctor.command import here, run
 
 class Seen:
     def find_spec(self, name, path=None, target=None):

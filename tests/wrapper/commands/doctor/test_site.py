@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from slurm.limits import Limit, Limits
-from slurm.survey import PartitionRules, PartitionView
+from resihp.slurm.limits import Limit, Limits
+from resihp.slurm.survey import PartitionRules, PartitionView
+from resihp.wrapper.commands.doctor import site, slurm_settings
+from resihp.wrapper.commands.doctor.machine import CheckResult
+from resihp.wrapper.commands.doctor.site import Wanted
+from resihp.wrapper.config.sources import read
 from tests.slurm.fake_slurm import FakeSlurm
 from tests.slurm.fake_survey import SETTINGS, FakeSurvey, partition
-from wrapper.commands.doctor import site, slurm_settings
-from wrapper.commands.doctor.machine import CheckResult
-from wrapper.commands.doctor.site import Wanted
-from wrapper.config.sources import read
 
 RULES = FakeSurvey().rule
 JOB = Wanted(nodes=4, gpus_per_node=8, seconds=86400.0, warning_s=300.0, replacements=0, particular=False)

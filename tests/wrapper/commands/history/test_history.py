@@ -17,20 +17,20 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from db.migrate import upgrade
-from db.reading import fleet
-from db.reading.costs import fleet_costs
-from db.reading.reader import Reader
-from db.writing.catch_up import catch_up
+from resihp.db.migrate import upgrade
+from resihp.db.reading import fleet
+from resihp.db.reading.costs import fleet_costs
+from resihp.db.reading.reader import Reader
+from resihp.db.writing.catch_up import catch_up
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal
+from resihp.wrapper.commands.history import all_jobs, one_job, query
+from resihp.wrapper.commands.history.views import HISTORY_VIEWS
+from resihp.wrapper.job_folder import Job, create_local_job
 from tests.db.conftest import absent_story, inventory, outcome, started, write_journal
 from tests.wrapper.commands.status.test_status import home, resihp, rows
-from wrapper.commands.history import all_jobs, one_job, query
-from wrapper.commands.history.views import HISTORY_VIEWS
-from wrapper.job_folder import Job, create_local_job
 
 __all__ = ["home"]  # a fixture that every test of this module uses
 
@@ -752,7 +752,7 @@ def test_spares_of_many_jobs_begin_with_those_that_saved_most(monkeypatch: pytes
         asked_for.append(wanted | {"of": of})
         return list(rows)
 
-    monkeypatch.setattr("db.reading.plans.plan_rows.spares_rows", spares_rows)
+    monkeypatch.setattr("resihp.db.reading.plans.plan_rows.spares_rows", spares_rows)
     asked = query.HistoryQuery(
         view="spares", by=None, node=None, rank=None, since=None, until=None, limit=None, injected=False
     )

@@ -17,15 +17,15 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from db.writing.catch_up import catch_up
+from resihp.db.writing.catch_up import catch_up
 from resihp.record.journal import AnyEntry, LeaderChosen
 from resihp.settings import Settings
+from resihp.wrapper.cli import app
+from resihp.wrapper.commands.logs import command
+from resihp.wrapper.exit_codes import exit_code_of
+from resihp.wrapper.job_folder import Job, create_local_job
+from resihp.wrapper.output.answers import write_csv
 from tests.db.conftest import BEGAN, started, write_journal
-from wrapper.cli import app
-from wrapper.commands.logs import command
-from wrapper.exit_codes import exit_code_of
-from wrapper.job_folder import Job, create_local_job
-from wrapper.output.answers import write_csv
 
 
 @pytest.fixture
@@ -252,7 +252,7 @@ ESCAPE = "\x1b]0;owned\x07"
 @pytest.mark.parametrize("live", [True, False])
 def test_a_terminal_is_not_steered_by_the_name_of_a_log(job: Job, monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
     (job.logs / f"n3{ESCAPE}.rank4.log").write_text("line\n")
-    monkeypatch.setattr("wrapper.output.answers.sys.stdout", Terminal() if live else io.StringIO())
+    monkeypatch.setattr("resihp.wrapper.output.answers.sys.stdout", Terminal() if live else io.StringIO())
     command.logs(job.name, rank=None, node=None, supervisor=False, follow=False, lines=1)
     command._print(job.logs / f"n3{ESCAPE}.rank4.log", "line", many=True)
     found = sys.stdout.getvalue()  # type: ignore[attr-defined]
@@ -263,7 +263,7 @@ def test_a_terminal_is_not_steered_by_the_name_of_a_log(job: Job, monkeypatch: p
 
 @pytest.mark.parametrize("live", [True, False])
 def test_a_terminal_is_not_steered_by_a_cell_of_a_ledger(monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
-    monkeypatch.setattr("wrapper.output.answers.sys.stdout", Terminal() if live else io.StringIO())
+    monkeypatch.setattr("resihp.wrapper.output.answers.sys.stdout", Terminal() if live else io.StringIO())
     write_csv(["a", "b"], [{"a": ESCAPE, "b": [ESCAPE]}])
     text = "\\x1b]0;owned\\x07" if live else ESCAPE
     cells = [["a", "b"], [text, '["\\u001b]0;owned\\u0007"]']]

@@ -12,11 +12,11 @@ from typer.testing import CliRunner, Result
 from resihp.errors import ResihpError
 from resihp.protocol.messages import AskCheckpoint, OperatorReply
 from resihp.worker.checkpoints import write_manifest
+from resihp.wrapper.cli import app
+from resihp.wrapper.commands.operate import request
+from resihp.wrapper.job_folder import Job, create_local_job
 from tests.wrapper.commands.status.test_status import record_job
 from tests.wrapper.run_requests import run_request
-from wrapper.cli import app
-from wrapper.commands.operate import request
-from wrapper.job_folder import Job, create_local_job
 
 
 @pytest.fixture

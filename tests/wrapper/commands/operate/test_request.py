@@ -11,8 +11,8 @@ import pytest
 
 from resihp.errors import ResihpError
 from resihp.protocol.messages import AskCheckpoint
-from wrapper.commands.operate.request import ask
-from wrapper.job_folder import create_local_job, take_lock, write_private
+from resihp.wrapper.commands.operate.request import ask
+from resihp.wrapper.job_folder import create_local_job, take_lock, write_private
 
 
 @pytest.mark.parametrize("said", [b"", b"SSH-2.0-OpenSSH_9.2\r\n"])

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from resihp.protocol.messages import AskStop, OperatorReply
 from resihp.record import journal, journal_file, journal_format
+from resihp.wrapper.cli import app
+from resihp.wrapper.commands.operate import request, stop
+from resihp.wrapper.job_folder import Job, create_local_job, take_lock
 from tests.wrapper.commands.status.test_status import record_job
-from wrapper.cli import app
-from wrapper.commands.operate import request, stop
-from wrapper.job_folder import Job, create_local_job, take_lock
 
 
 class Clock:
@@ -68,8 +68,8 @@ def test_a_long_journal_is_not_read_again_and_again(job: Job, monkeypatch: pytes
     real = journal_format.decode
     monkeypatch.setattr(journal_format, "decode", lambda body: (decoded.append(len(body)), real(body))[1])
     monkeypatch.setattr(request, "ask", answered)
-    monkeypatch.setattr("wrapper.commands.resume.resume_hint", lambda of: "")
-    monkeypatch.setattr("wrapper.config.run_spec.load", lambda path: None)
+    monkeypatch.setattr("resihp.wrapper.commands.resume.resume_hint", lambda of: "")
+    monkeypatch.setattr("resihp.wrapper.config.run_spec.load", lambda path: None)
     nothing = [lambda: None] * 8
     monkeypatch.setattr(stop, "time", Clock(*nothing, saved, *nothing, ends))
     result = CliRunner().invoke(app, ["stop", "local-1"])

@@ -14,10 +14,10 @@ from resihp.errors import ResihpError
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.plan import Plan
 from resihp.record import journal
+from resihp.wrapper.cli import app
+from resihp.wrapper.commands.plan import hurts
+from resihp.wrapper.exit_codes import exit_code_of
 from tests.wrapper.commands.plan.test_of_job import LAYOUT, told, write
-from wrapper.cli import app
-from wrapper.commands.plan import hurts
-from wrapper.exit_codes import exit_code_of
 
 SMALL = ("--model", "llama2-7b", "--micro-batches", "4", "--sequence-length", "1024", "--gpus-per-node", "4")
 TWO = (*SMALL, "--layout", "tp=2,dp=2,pp=2")

@@ -11,15 +11,15 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from db.writer import Ledger
+from resihp.db.writer import Ledger
 from resihp.errors import ResihpError
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan, spread
 from resihp.protocol.messages import Declare
 from resihp.record import journal
+from resihp.wrapper.cli import app
 from tests.db.conftest import outcome
-from wrapper.cli import app
 
 MODEL = ModelSpec(layers=16, hidden=1024, heads=16, kv_groups=16, ffn_hidden=4096, vocab=32000, sequence=2048)
 DECLARE = Declare(model=MODEL, micro_batches=16, iterations=1000, resume_from=0, fingerprint="same")

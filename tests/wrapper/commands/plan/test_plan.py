@@ -16,10 +16,10 @@ from resihp.scheduler import Decision, Situation, decide, planners, without_lost
 from resihp.scheduler.cost.prices import iteration_seconds
 from resihp.scheduler.what_if import catalogue
 from resihp.scheduler.what_if.question import Question
-from wrapper.cli import app
-from wrapper.commands.plan import command
-from wrapper.commands.plan.tables import happened
-from wrapper.exit_codes import exit_code_of
+from resihp.wrapper.cli import app
+from resihp.wrapper.commands.plan import command
+from resihp.wrapper.commands.plan.tables import happened
+from resihp.wrapper.exit_codes import exit_code_of
 
 LLAMA = ("--model", "llama2-13b", "--layout", "tp=4,dp=2,pp=4", "--sequence-length", "8192")
 EXAMPLE = (
@@ -273,7 +273,7 @@ def test_without_matplotlib_the_picture_is_refused(monkeypatch: pytest.MonkeyPat
 def test_equal_replicas_are_drawn_once_and_boxes_stand_where_the_timeline_puts_them() -> None:
     from resihp.scheduler.cost.prices import iteration_seconds
     from resihp.scheduler.what_if import catalogue, question
-    from wrapper.commands.plan.picture import half
+    from resihp.wrapper.commands.plan.picture import half
 
     asked = question.Question(
         model=catalogue.model("llama2-7b", 1024),

@@ -21,26 +21,26 @@ from sqlalchemy import event
 from sqlalchemy.engine import Engine
 from typer.testing import CliRunner, Result
 
-from db.migrate import head
-from db.reading.queries import Reader
-from db.writer import Ledger
-from db.writing.catch_up import catch_up
+from resihp.db.migrate import head
+from resihp.db.reading.queries import Reader
+from resihp.db.writer import Ledger
+from resihp.db.writing.catch_up import catch_up
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.protocol.messages import StepOutcome
 from resihp.record import journal, journal_file
+from resihp.wrapper.cli import app
+from resihp.wrapper.commands.history.tables import history_table
+from resihp.wrapper.commands.history.views import HISTORY_VIEWS
+from resihp.wrapper.commands.status import tables
+from resihp.wrapper.commands.status.job_status import job_status
+from resihp.wrapper.job_folder import Job, create_local_job, take_lock
+from resihp.wrapper.output.answers import moment, to_json
+from resihp.wrapper.output.tables import show
+from resihp.wrapper.sinks.figures import followed
 from tests.db.conftest import BEGAN, any_layout_story, node_story, started, write_journal
 from tests.resihp.controller.direct import DECLARE
-from wrapper.cli import app
-from wrapper.commands.history.tables import history_table
-from wrapper.commands.history.views import HISTORY_VIEWS
-from wrapper.commands.status import tables
-from wrapper.commands.status.job_status import job_status
-from wrapper.job_folder import Job, create_local_job, take_lock
-from wrapper.output.answers import moment, to_json
-from wrapper.output.tables import show
-from wrapper.sinks.figures import followed
 
 ODD = "rank 3 raised ValueError: [red]'x'[/red] \"y\" [/b] \x1b[2J"
 NODE = "n2[bold]"
@@ -617,7 +617,8 @@ def test_moment() -> None:
 
 
 def test_the_command_line_does_not_load_databases_to_answer_help() -> None:
-    code = "import sys, wrapper.cli; print([m for m in ('sqlalchemy', 'alembic', 'pandas', 'db') if m in sys.modules])"
+    heavy = ("sqlalchemy", "alembic", "pandas", "resihp.db")
+    code = f"import sys, resihp.wrapper.cli; print([name for name in {heavy} if name in sys.modules])"
     loaded = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert loaded.stdout == "[]\n"
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from db.layouts import to_plain
+from resihp.db.layouts import to_plain
 from resihp.errors import LedgerError
 from resihp.parallelism.layout import Layout
-from wrapper.commands.watch.command import changes, follow
-from wrapper.commands.watch.picture import Watched, _top, picture, signs
+from resihp.wrapper.commands.watch.command import changes, follow
+from resihp.wrapper.commands.watch.picture import Watched, _top, picture, signs
 
 BEGAN = datetime(2026, 1, 31, 12, 0, tzinfo=UTC)
 SMALL = Layout.uniform(tp=2, pp=2, dp=2, layers=8)

@@ -10,10 +10,10 @@ import pytest
 from resihp.record.journal import LeaderChosen, Record
 from resihp.record.journal_file import Journal
 from resihp.record.quorum import Membership
+from resihp.wrapper.supervisor.journaling.gate import DecisionGate
+from resihp.wrapper.supervisor.journaling.replication import Replication
 from tests.wrapper.agent.test_election import beginning
 from tests.wrapper.supervisor.journaling.test_replication import Source
-from wrapper.supervisor.journaling.gate import DecisionGate
-from wrapper.supervisor.journaling.replication import Replication
 
 CLAIM = LeaderChosen(term=2, node="n1", host="h", how="restarted")
 

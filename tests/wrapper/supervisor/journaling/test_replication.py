@@ -30,9 +30,9 @@ from resihp.record.journal import (
 )
 from resihp.record.journal_file import Journal, read
 from resihp.record.quorum import DECISIONS, Membership, is_quorum
+from resihp.wrapper.supervisor.journaling import replication
+from resihp.wrapper.supervisor.journaling.replication import Replication
 from tests.wrapper.agent.test_election import NODES, beginning, plan_of
-from wrapper.supervisor.journaling import replication
-from wrapper.supervisor.journaling.replication import Replication
 
 DRAIN = DrainDecided(drain=1, node="n1", failure=1, reason="")
 OTHER = Suspected(rank=0, node="n1", evidence="")
@@ -53,7 +53,8 @@ def needed(records: list[Record], at: int) -> list[tuple[frozenset[str], str]]:
 
 
 class Agents:
-    """The other ends: each takes in what was posted to it in order, as `wrapper.agent.succession.journal_copy` does."""
+    """The other ends: each takes in what was posted to it in order, as `resihp.wrapper.agent.succession.journal_copy`
+    does."""
 
     def __init__(self, copies: dict[str, list[Record]]) -> None:
         self.copies = copies

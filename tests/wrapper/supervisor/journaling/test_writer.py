@@ -16,9 +16,9 @@ from resihp.record import journal_file
 from resihp.record.journal import Record, Suspected
 from resihp.record.journal_file import MAX_APPENDED_BYTES, PACK_AFTER, Journal, Packed, read, read_packed
 from resihp.record.journal_format import decode, encode
+from resihp.wrapper.supervisor.journaling import writer as journal_writer
+from resihp.wrapper.supervisor.journaling.writer import JournalWriter
 from tests.resihp.record.test_packing import committed
-from wrapper.supervisor.journaling import writer as journal_writer
-from wrapper.supervisor.journaling.writer import JournalWriter
 
 OTHER = Suspected(rank=0, node="n1", evidence="x" * 50)
 

@@ -14,8 +14,8 @@ from resihp.record.journal import ModelDeclared, PlanWithdrawn, Record
 from resihp.scheduler import decide
 from resihp.scheduler.what_if.question import first_plan, pose
 from resihp.settings import Settings
+from resihp.wrapper.supervisor.thinking.loading import SearchLoader
 from tests.resihp.controller.direct import DECLARE
-from wrapper.supervisor.thinking.loading import SearchLoader
 
 
 def declared(memory_bytes: int | None) -> Record:
@@ -60,7 +60,7 @@ def test_not_where_nothing_is_ever_searched_for() -> None:
 def test_a_supervisor_starts_without_scipy_and_has_it_once_it_is_known_what_is_trained(planner: str) -> None:
     probe = f"""
 import sys, time
-import wrapper.supervisor.process
+import resihp.wrapper.supervisor.process
 from tests.wrapper.supervisor.thinking.test_loading import declared, settings, SearchLoader
 assert not [name for name in sys.modules if name.startswith("scipy")]
 SearchLoader(settings(planner="{planner}"), [declared(None)])

@@ -18,10 +18,10 @@ from resihp.parallelism.layout import Layout
 from resihp.scheduler import decide
 from resihp.scheduler.questions import answer_for
 from resihp.scheduler.situation import Situation
+from resihp.wrapper.supervisor.thinking import child, thinker
+from resihp.wrapper.supervisor.thinking.frames import FRAME_LENGTH
+from resihp.wrapper.supervisor.thinking.thinker import MAX_STARTS, Thinker, command
 from tests.resihp.scheduler.cases import on_nodes, situation
-from wrapper.supervisor.thinking import child, thinker
-from wrapper.supervisor.thinking.frames import FRAME_LENGTH
-from wrapper.supervisor.thinking.thinker import MAX_STARTS, Thinker, command
 
 GARBAGE = (
     f"import sys; sys.stdout.buffer.write({FRAME_LENGTH.pack(3)!r} + b'abc'); sys.stdout.flush(); sys.stdin.read()"

@@ -1,4 +1,4 @@
-"""Entry point of `resihp` and of `python -m wrapper`."""
+"""Entry point of `resihp` and of `python -m resihp`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import sys
 def main() -> None:
     _leave_python_path()
     try:
-        from db.url_passwords import hide_own
+        from resihp.db.url_passwords import hide_own
 
         hide_own()  # before slow imports: until then, other users can read the passwords in our arguments
-        from wrapper.cli import main as run
+        from resihp.wrapper.cli import main as run
 
         run()
     except KeyboardInterrupt:  # may also arrive during imports, which take seconds on a busy shared disk
@@ -20,7 +20,8 @@ def main() -> None:
 
 
 def _leave_python_path() -> None:
-    """Remove the user's PYTHONPATH from sys.path, because a `db.py` of the user would hide ours. Workers get it back.
+    """Remove the user's PYTHONPATH from sys.path: a module there, such as `pandas.py`, would hide one of resihp's own
+    dependencies. Workers get it back.
 
     The entry that contains resihp itself stays.
     """

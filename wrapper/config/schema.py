@@ -300,7 +300,7 @@ class SiteSection(Section):
     """[site], in /etc/resihp.toml only: limits for the jobs of all users."""
 
     drains: int | None = Field(default=None, ge=0)
-    """Highest `resihp.slurm.drains`."""
+    """Highest `slurm.drains`."""
     drained: int | None = Field(default=None, ge=0)
     """How many nodes of the cluster may be drained with our reason at a time, by all jobs; the hook has --drained."""
     replacements: int | None = Field(default=None, ge=0)

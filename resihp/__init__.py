@@ -19,13 +19,27 @@ if TYPE_CHECKING:
     from resihp.executor.state.optimizer import AdamW
     from resihp.executor.trainer import Trainer
 
-__version__ = "0.1.0"
+    __version__: str
+
 __all__ = ["AdamW", "Dataset", "Evaluation", "MicroBatch", "ResihpError", "Trainer", "UsageError", "__version__"]
 
 _LAZY = {"Trainer": "resihp.executor.trainer", "AdamW": "resihp.executor.state.optimizer"}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'resihp' has no attribute {name!r}")
+
+
+def _version() -> str:
+    """Return the installed version, which names the commit: `0.1.dev1366+g17daa5a6`. In an editable installation this
+    is the commit at which it was installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("resihp")
+    except PackageNotFoundError:  # a checkout on PYTHONPATH
+        return "0.1.dev0+unknown"

@@ -27,7 +27,7 @@ _VALUE = re.compile(r"[^\x00-\x20\x7f\"'`$\\#]+")
 
 def template(name: str) -> str:
     """Return the text of the template with this name that comes with resihp."""
-    return (resources.files("slurm") / "templates" / f"{name}.sbatch").read_text(encoding="utf-8")
+    return (resources.files(__package__) / "templates" / f"{name}.sbatch").read_text(encoding="utf-8")
 
 
 def render(

@@ -24,8 +24,8 @@ def bare_python(tmp_path: Path) -> Path:
     # A path file in a folder that is named by a path file is not read: so an editable installation is not followed.
     (packages / "needed.pth").write_text(sysconfig.get_path("purelib") + "\n")
     python = folder / "bin" / "python"
-    missing = subprocess.run([python, "-P", "-c", "import wrapper"], capture_output=True, text=True, check=False)
-    assert "No module named 'wrapper'" in missing.stderr
+    missing = subprocess.run([python, "-P", "-c", "import resihp"], capture_output=True, text=True, check=False)
+    assert "No module named 'resihp'" in missing.stderr
     return python
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 
-import psutil
 import pytest
 
 from resihp.record.journal import (
@@ -135,63 +133,3 @@ def test_a_user_who_may_not_drain_asks_for_it(cluster: MakeCluster, reference: R
     (replacement,) = desk.rows("replacements", job)
     assert replacement["outcome"] == "cancelled"
     assert desk.state(replacement["slurm_job"])[0] == "CANCELLED"
-
-
-@pytest.mark.parametrize(
-    "proctrack", ["linuxproc", pytest.param("cgroup", marks=[pytest.mark.soak, pytest.mark.every_slurm])]
-)
-@pytest.mark.parametrize(
-    ("command", "ends", "outcome"),
-    [
-        (("scancel",), "CANCELLED", ("withdrawn", "its Slurm job was cancelled")),
-        (("scancel", "--batch", "--signal=USR2"), "COMPLETED", ("ended", "the job is completed")),
-    ],
-    ids=["cancelled", "warned"],
-)
-def test_a_replacement_whose_slurm_job_ends_leaves_nothing_on_its_node(
-    cluster: MakeCluster,
-    reference: Reference,
-    command: tuple[str, ...],
-    ends: str,
-    outcome: tuple[str, str],
-    proctrack: str,
-) -> None:
-    desk = Desk(cluster(nodes=5, gpus=2, settings={"ProctrackType": f"proctrack/{proctrack}"}))
-    desk.pace(0.1)
-    job = desk.sbatch_training(ITERATIONS)
-    desk.until_committed(job, 3)
-    desk.cluster.kill_node("n3")
-    desk.until(lambda: desk.of(job, Reconfigured), job)
-    desk.pace(0.4)
-    until_replaced(desk, job)
-    (joined,) = [entry for entry in desk.of(job, ReplacementChanged) if entry.state == "joined"]
-    assert joined.slurm_job is not None
-    assert processes_of(desk, joined.slurm_job)
-    assert desk.run(*command, joined.slurm_job).returncode == 0
-    state, text = outcome
-    desk.until(lambda: [e for e in desk.of(job, ReplacementChanged) if e.state == state], job)
-    assert desk.state(joined.slurm_job)[0] == ends
-    assert processes_of(desk, joined.slurm_job) == []
-    desk.until_committed(job, desk.committed(job) + 3)
-
-    desk.pace(0.0)
-    assert desk.wait(job) == ("COMPLETED", "0:0"), desk.output(job)
-    reference.check(desk.rows("iterations", job))
-    assert [failure["node"] for failure in desk.rows("failures", job)] == ["n3"]
-    assert [drain["node"] for drain in desk.rows("drains", job)] == ["n3"]
-    replacement = desk.rows("replacements", job)[0]
-    recorded = "cancelled" if state == "withdrawn" else state
-    assert (replacement["node"], replacement["outcome"], replacement["text"]) == ("n5", recorded, text)
-
-
-def processes_of(desk: Desk, slurm_job: str) -> list[str]:
-    """The command lines of the processes of a Slurm job, on all virtual nodes of this cluster: another test's cluster
-    may have a job of the same number."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            environment = process.environ()
-            is_here = any(str(desk.folder) in value for value in environment.values())
-            if is_here and environment.get("SLURM_JOB_ID") == slurm_job and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline()))
-    return found

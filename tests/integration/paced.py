@@ -1,12 +1,14 @@
 """The example, as slow as a file says: `python paced.py FILE [options of the example]`.
 
 FILE holds the seconds that loading a micro-batch takes, which may change while it trains; without FILE, no time at all.
-So a test decides when a job that waits for something may come to its end, whatever the machine's speed.
+So a test decides when a job that waits for something may come to its end, whatever the machine's speed. A file FILE.ecc
+names a Slurm node whose GPUs have a memory error from then on, as CUDA reports it.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -36,6 +38,9 @@ class Paced(PackedDataset):
         began = time.monotonic()
         while time.monotonic() - began < self._pace_s():
             time.sleep(LOOK_EVERY_S)
+        broken = self.pace.with_name(f"{self.pace.name}.ecc")
+        if broken.exists() and broken.read_text() == os.environ.get("SLURMD_NODENAME"):
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
         return load()
 
     def _pace_s(self) -> float:

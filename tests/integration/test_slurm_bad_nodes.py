@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from resihp.record.journal import DrainDecided, JobEnded, NodeJoined
@@ -53,3 +55,45 @@ def test_a_job_that_cannot_do_without_the_node_gets_it_again(cluster: MakeCluste
     desk.pace(0.0)
     assert desk.wait(job) == ("COMPLETED", "0:0"), desk.output(job)
     assert "its next run may get n2 again: it needs 2 nodes, and without them only 1 of their kind" in desk.output(job)
+
+
+@pytest.mark.every_slurm
+def test_a_node_with_a_memory_error_is_drained_before_the_run_ends(cluster: MakeCluster) -> None:
+    desk = Desk(cluster(nodes=3, gpus=1))
+    desk.pace(0.1)
+    job = submit(desk, every=3)
+    desk.until_committed(job, 3)
+    node = desk.nodes(job)[1]
+    (desk.folder / "pace.ecc").write_text(node)
+    (ended,) = desk.until(lambda: desk.of(job, JobEnded), job)
+    assert (ended.exit_code, ended.state) == (75, "failed")
+    assert [(entry.node, entry.measure) for entry in desk.of(job, DrainDecided)] == [(node, "drain")]
+    assert desk.cluster.states()[node].startswith("drain")
+    assert "ECC error" in desk.reason(node)
+    desk.start_again(job)
+    desk.pace(0.0)
+    assert desk.wait(job) == ("COMPLETED", "0:0"), desk.output(job)
+    assert node not in [entry.node for entry in desk.of(f"{job}-r1", NodeJoined)]
+    assert max(entry["iteration"] for entry in desk.rows("iterations", job)) == ITERATIONS
+
+
+@pytest.mark.parametrize("away_s", [20, pytest.param(600, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])])
+def test_a_job_is_requeued_when_slurmctld_is_back(cluster: MakeCluster, away_s: int) -> None:
+    desk = Desk(cluster(nodes=3, gpus=1))
+    desk.pace(0.1)
+    job = submit(desk, every=3)
+    desk.until_committed(job, 3)
+    node = desk.nodes(job)[1]
+    desk.cluster.stop_controller()
+    stopped = time.monotonic()
+    desk.cluster.kill_node(node)
+    (ended,) = desk.until(lambda: desk.of(job, JobEnded), job)
+    assert (ended.exit_code, ended.state) == (75, "failed")
+    desk.until(lambda: time.monotonic() - stopped > away_s, job, timeout_s=away_s + 30)
+    desk.cluster.start_controller()
+    desk.until(lambda: desk.state(job)[0] == "PENDING", job)
+    desk.start_again(job)
+    desk.pace(0.0)
+    assert desk.wait(job) == ("COMPLETED", "0:0"), desk.output(job)
+    assert desk.shown(job)["ExcNodeList"] == node, desk.output(job)
+    assert node not in [entry.node for entry in desk.of(f"{job}-r1", NodeJoined)]

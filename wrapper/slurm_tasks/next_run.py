@@ -11,19 +11,44 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 
+from resihp.errors import ResihpError
 from resihp.slurm.client import NodeChoice, NodeView, Slurm
 from resihp.slurm.drains.exclusions import Exclusions
-from resihp.slurm.errors import SlurmError
+from resihp.slurm.errors import SlurmError, SlurmRefusedError
 from resihp.words import count_of
 from resihp.wrapper.config.run_spec import RunRequest, SlurmRequest
 from resihp.wrapper.slurm_tasks import exclusion_lists
 
+ATTEMPTS = 8
+"""How often to ask a controller that does not answer, at most."""
+PAUSE_S = 1.0
 
-def exclude_bad_nodes(request: RunRequest, slurm: Slurm, say: Callable[[str], None]) -> None:
+
+def exclude_bad_nodes(
+    request: RunRequest, slurm: Slurm, say: Callable[[str], None], *, sleep: Callable[[float], None] = time.sleep
+) -> None:
     """Keep a pending job from the nodes that its user's jobs avoid, and from those that its user excluded. Says what
-    was done, and why a node cannot be excluded."""
+    was done, and why a node cannot be excluded. Asks again for a few seconds if Slurm does not answer: a controller
+    that has just come back refuses connections now and then."""
     main = request.slurm
     assert main is not None
+    for last in (*[False] * (ATTEMPTS - 1), True):
+        try:
+            _exclude(request, main, slurm, say)
+        except _NotExcludedError as error:
+            if last or isinstance(error.__cause__, SlurmRefusedError):
+                say(f"job {main.job_id}: {error}")
+                return
+            sleep(PAUSE_S)
+        else:
+            return
+
+
+class _NotExcludedError(ResihpError):
+    """A call to Slurm failed, so that the next run may get the nodes again. Its cause is the call's error."""
+
+
+def _exclude(request: RunRequest, main: SlurmRequest, slurm: Slurm, say: Callable[[str], None]) -> None:
     here, now = request.of_job.folder.parent.parent, time.time()
     names = "the same nodes"
     try:
@@ -32,16 +57,14 @@ def exclude_bad_nodes(request: RunRequest, slurm: Slurm, say: Callable[[str], No
         kept = set(choice.excluded) - _no_longer_avoided(Exclusions(here, main.cluster), main.job_id, now)
         names = ", ".join(sorted(avoided - kept)) or names
         obstacle = _obstacle(request, main, slurm, choice, avoided | kept) if avoided - kept else ""
-        if obstacle:
-            say(f"job {main.job_id}: its next run may get {names} again: {obstacle}")
         excluded = kept if obstacle else avoided | kept
-        if excluded == set(choice.excluded):
-            return
-        slurm.exclude_nodes(main.job_id, sorted(excluded))
+        if excluded != set(choice.excluded):
+            slurm.exclude_nodes(main.job_id, sorted(excluded))
     except SlurmError as error:
-        say(f"job {main.job_id}: its next run may get {names} again: {error}")
-        return
-    if excluded:
+        raise _NotExcludedError(f"its next run may get {names} again: {error}") from error
+    if obstacle:
+        say(f"job {main.job_id}: its next run may get {names} again: {obstacle}")
+    if excluded and excluded != set(choice.excluded):
         text = f"its next run will not get {', '.join(sorted(excluded))}"
         say(f"job {main.job_id}: {text}; if it should: scontrol update JobId={main.job_id} ExcNodeList=")
 

@@ -152,3 +152,29 @@ def test_a_refusal_is_said_and_harms_nothing(requeued: Requeued, method: str) ->
     (said,) = requeued.said
     assert "may get" in said
     assert "not today" in said
+
+
+def test_a_controller_that_does_not_answer_at_first_is_asked_again(requeued: Requeued) -> None:
+    requeued.avoid("n2")
+    requeued.slurm.unavailable = True
+    pauses: list[float] = []
+
+    def wait(seconds: float) -> None:
+        pauses.append(seconds)
+        requeued.slurm.unavailable = len(pauses) < 3
+
+    exclude_bad_nodes(requeued.request, requeued.slurm, requeued.said.append, sleep=wait)
+    assert len(pauses) == 3
+    assert requeued.slurm.node_choice(requeued.job).excluded == ("n2",)
+    assert [said.startswith("job 77: its next run will not get n2") for said in requeued.said] == [True]
+
+
+def test_a_controller_that_never_answers_is_not_waited_for(requeued: Requeued) -> None:
+    """Slurm kills the process that asks soon after it has accepted the requeue."""
+    requeued.avoid("n2")
+    requeued.slurm.unavailable = True
+    pauses: list[float] = []
+    exclude_bad_nodes(requeued.request, requeued.slurm, requeued.said.append, sleep=pauses.append)
+    assert sum(pauses) < 10
+    (said,) = requeued.said
+    assert "its next run may get" in said

@@ -409,8 +409,6 @@ def chosen() -> BackEnd:
         )
     on_gpu = gpus and name != "nccl-like"
     device = devices.own_device(gpus) if on_gpu else torch.device("cpu")
-    if on_gpu and not devices.is_shared(device):
-        devices.bind_near(device)
     if name == "nccl":
         devices.refuse_slices(device)
     back_end = _KINDS[name](device)

@@ -12,9 +12,6 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,7 +19,6 @@ from resihp.errors import ModelError
 from resihp.words import count_of
 from resihp.worker import torch_versions
 
-PCI_DEVICES = Path("/sys/bus/pci/devices")
 LOCAL_RANK_VARIABLE = "LOCAL_RANK"
 """Environment variable: index of the worker's device on its node."""
 SHARED_GPUS_VARIABLE = "RESIHP_SHARE_GPUS"
@@ -117,29 +113,6 @@ def _released(device: torch.device, shared: bool) -> tuple[int, int]:
             if shared or total - free <= MAX_TAKEN_SHARE * total or time.monotonic() > until:
                 return total - free, total
         time.sleep(RELEASE_POLL_S)
-
-
-def bind_near(device: torch.device, pci_devices: Path = PCI_DEVICES) -> None:
-    """Bind this process to the CPUs near its GPU, since copies from another socket's memory take longer.
-
-    The binding only narrows the CPUs that the process may already use: if Slurm or the user has bound it to other CPUs,
-    nothing changes. Does nothing if the kernel does not report the GPU's CPUs.
-    """
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the PCI address
-    with suppress(AttributeError, OSError, ValueError):
-        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-        near = _processors((pci_devices / address / "local_cpulist").read_text()) & os.sched_getaffinity(0)
-        if near:
-            os.sched_setaffinity(0, near)
-
-
-def _processors(ranges: str) -> set[int]:
-    """Parse CPU numbers from the kernel's notation `0-15,32-47`. Raises ValueError."""
-    numbers = set[int]()
-    for part in filter(None, ranges.strip().split(",")):
-        first, _, last = part.partition("-")
-        numbers |= {*range(int(first), int(last or first) + 1)}
-    return numbers
 
 
 def memory_bytes(device: torch.device) -> int | None:

@@ -77,7 +77,7 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     `kind` is a Python script (`argv[0]` is its path), a module (`argv[0]` is its name), or any other command.
     `environment` is complete, except for the server's `--own` variables. Standard output and error are appended to
-    `log`. `job` is a name for process lists.
+    `log`. `job` is a name for process lists. `processors`: the CPUs to run on; empty: those of the server.
     """
 
     rank: int
@@ -87,6 +87,7 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cwd: str
     environment: dict[str, str]
     log: str
+    processors: tuple[int, ...] = ()
 
 
 class Deliver(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -200,6 +201,8 @@ class ForkServer:
         try:
             die_with_parent(self._pid)
             name_process(request.job, f"rank {request.rank}")
+            if request.processors:
+                os.sched_setaffinity(0, request.processors)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from resihp.protocol.inventory import MAX_ADAPTERS, MAX_DEVICES, MAX_TEXT_CHARS, DeviceInventory, NodeInventory
+from resihp.worker import affinity
 
 MAX_FILE_BYTES = 1 << 16
 """Limit on the bytes that are read from a file."""
@@ -52,6 +53,20 @@ def read(devices: int, environment: Mapping[str, str], root: Path = Path("/")) -
         nic_firmware=tuple(_firmware(root / "sys/class/infiniband")),
         devices=tuple(_of_ranks(gpus, min(devices, MAX_DEVICES), environment)) if gpus else (),
     )
+
+
+def processors(machine: NodeInventory, allowed: Set[int], root: Path = Path("/")) -> dict[int, tuple[int, ...]]:
+    """Return, for each device, the allowed CPUs near its GPU. Devices without such CPUs are left out, and so are all
+    devices if they share GPUs. Prints the CPUs of each device that does not get all allowed ones."""
+    buses = [device.bus for device in machine.devices if device.bus]
+    if len(set(buses)) < len(buses):
+        return {}
+    pci_devices = root / affinity.PCI_DEVICES.relative_to("/")
+    near = {device.device: affinity.near(device.bus, allowed, pci_devices) for device in machine.devices}
+    for device, numbers in near.items():
+        if numbers and len(numbers) < len(allowed):
+            print(f"device {device}: its worker runs on CPUs {affinity.ranges(numbers)}, near its GPU", flush=True)
+    return {device: numbers for device, numbers in near.items() if numbers}
 
 
 def _image(os_release: str) -> str:

@@ -87,6 +87,7 @@ class Agent:
                 node, job.run_file, job.key, self._replica, self._link, request.ports, self._incarnation
             )
         self._workers = Workers(request, node, logs, self._link.send, lambda: self.dismiss(0.0), forks)
+        self._workers.processors = inventory.processors(self._machine, os.sched_getaffinity(0))
         self._needed = asyncio.Event()
         """Set once there are workers to start."""
         self._release: asyncio.Future[float] = asyncio.get_running_loop().create_future()

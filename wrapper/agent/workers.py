@@ -96,6 +96,8 @@ class Workers:
         self._idle.set()
         self.network: Mapping[str, str] = {}
         """Network variables of workers, used unless the user or the supervisor sets them."""
+        self.processors: Mapping[int, tuple[int, ...]] = {}
+        """For each device, the CPUs on which its worker runs; a device that is missing has no CPUs of its own."""
         self.obstacle = ""
         """Reason why no worker can be started on this node; empty if workers can be started."""
         self.epoch = 0
@@ -248,6 +250,7 @@ class Workers:
                 cwd=self._request.cwd,
                 environment=environment_of(start, self._request, self._inherited(), environment, self.network),
                 log=str(self._logs / f"{self._node}.rank{rank}.log"),
+                processors=self.processors.get(start.device, ()),
             ),
             theirs,
         )

@@ -19,9 +19,9 @@ from resihp.words import count_of
 from resihp.wrapper.config.run_spec import RunRequest, SlurmRequest
 from resihp.wrapper.slurm_tasks import exclusion_lists
 
-ATTEMPTS = 8
+MAX_ATTEMPTS = 8
 """How often to ask a controller that does not answer, at most."""
-PAUSE_S = 1.0
+RETRY_PAUSE_S = 1.0
 
 
 def exclude_bad_nodes(
@@ -32,14 +32,14 @@ def exclude_bad_nodes(
     that has just come back refuses connections now and then."""
     main = request.slurm
     assert main is not None
-    for last in (*[False] * (ATTEMPTS - 1), True):
+    for last in (*[False] * (MAX_ATTEMPTS - 1), True):
         try:
             _exclude(request, main, slurm, say)
         except _NotExcludedError as error:
             if last or isinstance(error.__cause__, SlurmRefusedError):
                 say(f"job {main.job_id}: {error}")
                 return
-            sleep(PAUSE_S)
+            sleep(RETRY_PAUSE_S)
         else:
             return
 

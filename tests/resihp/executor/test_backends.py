@@ -105,7 +105,6 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     ):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(devices, "RELEASE_S", 0.0)
-    monkeypatch.setattr(devices, "bind_near", seen.setdefault("bound", []).append)
     return seen
 
 
@@ -116,7 +115,7 @@ def test_a_worker_takes_the_device_that_it_was_given(
     monkeypatch.setenv(LOCAL_RANK_VARIABLE, str(local))
     back_end = chosen()
     assert (back_end.name, back_end.device) == ("nccl", torch.device("cuda", local))
-    assert set(gpus["taken"]) == set(gpus["bound"]) == {torch.device("cuda", local)}
+    assert set(gpus["taken"]) == {torch.device("cuda", local)}
 
 
 def test_torchs_watchdog_is_told_before_the_first_communicator_to_end_nobody(gpus: dict[str, Any]) -> None:
@@ -246,32 +245,6 @@ def test_a_device_whose_last_process_is_still_being_cleared_away_is_waited_for(
     chosen()
     assert sum(waited) == pytest.approx(left_s, abs=0.2)
     assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize(
-    ("near", "may_use", "bound"),
-    [
-        ("0-1,4-5\n", {0, 1, 2, 3}, {0, 1}),
-        ("4-7", {0, 1, 2, 3}, None),
-        ("", {0, 1}, None),
-        ("none", {0, 1}, None),
-        (None, {0, 1}, None),
-    ],
-    ids=["near and allowed", "bound elsewhere by the user", "empty", "no numbers", "no such file"],
-)
-def test_a_process_stays_on_the_processors_next_to_its_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, near: str | None, may_use: set[int], bound: set[int] | None
-) -> None:
-    properties = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xE3, pci_device_id=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: may_use)
-    calls: list[set[int]] = []
-    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, processors: calls.append(processors))
-    if near is not None:
-        (tmp_path / "0001:e3:00.0").mkdir()
-        (tmp_path / "0001:e3:00.0" / "local_cpulist").write_text(near)
-    devices.bind_near(torch.device("cuda", 0), tmp_path)
-    assert calls == ([] if bound is None else [bound])
 
 
 def test_what_others_have_of_a_gpus_memory_is_told_in_a_line(

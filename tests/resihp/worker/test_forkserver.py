@@ -58,14 +58,20 @@ class Agent:
             log = shared.folder / f"{self.process.pid}.log"
             shared.launcher.send(Serve(group=self.process.pid, log=str(log)), [theirs.fileno()])
 
-    def fork(self, script: str, rank: int = 0) -> int:
+    def fork(self, script: str, rank: int = 0, processors: tuple[int, ...] = ()) -> int:
         """Returns the worker's process id."""
         path = self._folder / f"{self.process.pid}.py"
         path.write_text(script)
         ours, theirs = socket.socketpair()
         with ours, theirs:
             order = Fork(
-                rank=rank, kind="script", argv=(str(path),), cwd="/", environment={}, log=str(path.with_suffix(".out"))
+                rank=rank,
+                kind="script",
+                argv=(str(path),),
+                cwd="/",
+                environment={},
+                log=str(path.with_suffix(".out")),
+                processors=processors,
             )
             self.server.send(order, [theirs.fileno()])
         answer = self.server.recv(Report)
@@ -198,3 +204,16 @@ def test_a_worker_that_is_done_has_not_failed_because_a_thread_of_ours_is_inside
     pid = node.fork(waits_less + ENDS_INSIDE_TORCH.format(told=str(told), waits_s=waits_s))
     assert node.server.recv(Report) == Ended(rank=0, pid=pid, status=0), node.said()
     assert told.read_text() == "done", "though it was left open"
+
+
+def test_a_worker_runs_on_the_cpus_that_it_is_given(shared: Shared) -> None:
+    here = sorted(os.sched_getaffinity(0))
+    if len(here) < 2:
+        pytest.skip("one CPU only")
+    script = "import os\nprint(sorted(os.sched_getaffinity(0)))\n"
+    for processors, expected in (((here[-1],), here[-1:]), ((), here)):
+        agent = shared.agent()
+        assert isinstance(agent.server.recv(Report), Ready)
+        agent.fork(script, processors=processors)
+        assert isinstance(agent.server.recv(Report), Ended)
+        assert agent.said() == f"{expected}\n"

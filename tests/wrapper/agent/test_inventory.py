@@ -96,6 +96,19 @@ def test_a_machine_tells_what_it_is_made_of(root: Path) -> None:
     )
 
 
+def test_workers_run_near_their_gpus(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for minor, listed in enumerate(("0-3,8-11", "0-3,8-11", "4-7,12-15")):
+        put(root / f"sys/bus/pci/devices/0000:{7 + minor:02x}:00.0/local_cpulist", f"{listed}\n")
+    machine = inventory.read(4, {}, root)
+    found = inventory.processors(machine, set(range(8)), root)
+    assert found == {0: (0, 1, 2, 3), 1: (0, 1, 2, 3), 2: (4, 5, 6, 7)}, "nothing is known of the last one"
+    assert capsys.readouterr().out.splitlines()[-1] == "device 2: its worker runs on CPUs 4-7, near its GPU"
+    assert inventory.processors(machine, {0, 1}, root) == {0: (0, 1), 1: (0, 1)}
+    assert capsys.readouterr().out == "", "they may use no others anyway"
+    shared = inventory.read(8, {"RESIHP_SHARE_GPUS": "1"}, root)
+    assert inventory.processors(shared, set(range(8)), root) == {}
+
+
 def test_a_machine_without_gpus_or_any_of_these_files_tells_its_kernel(tmp_path: Path) -> None:
     assert inventory.read(8, {}, tmp_path) == NodeInventory(kernel=os.uname().release)
 

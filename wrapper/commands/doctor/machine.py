@@ -7,11 +7,13 @@ Each check yields findings and changes nothing. It does not raise for the faults
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
@@ -21,6 +23,7 @@ from typing import Literal
 import msgspec
 
 from resihp.words import count_of
+from resihp.worker import affinity
 
 Outcome = Literal["ok", "warning", "failed", "skipped", "unknown"]
 FILES_PER_NODE, OTHER_FILES = 3, 256
@@ -30,6 +33,8 @@ than the supervisor of a small job."""
 SOMAXCONN_FILE = Path("/proc/sys/net/core/somaxconn")
 SUBPROCESS_TIMEOUT_S = 60.0
 VISIBLE_DEVICES = Path("/dev")
+GPU_FOLDERS = Path("/proc/driver/nvidia/gpus")
+PCI_DEVICES = affinity.PCI_DEVICES
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,6 +136,25 @@ def gpus() -> Iterator[CheckResult]:
         yield CheckResult(check="gpus", outcome="skipped", text="no NVIDIA GPU on this machine")
         return
     yield _judge_gpus(rows)
+    yield from _near_cpus()
+
+
+def _near_cpus() -> Iterator[CheckResult]:
+    """Yield the CPUs on which the workers of this machine's GPUs run; nothing without GPUs, or if the kernel reports
+    no CPUs for them."""
+    allowed = os.sched_getaffinity(0)
+    buses = sorted(folder.name for folder in GPU_FOLDERS.glob("*:*"))
+    near = {bus: cpus for bus in buses if (cpus := affinity.near(bus, allowed, PCI_DEVICES))}
+    if not near:
+        return
+    groups = Counter(near.values())
+    text = "; ".join(f"{count_of(gpus, 'GPU')} near CPUs {affinity.ranges(cpus)}" for cpus, gpus in groups.items())
+    if far := [bus for bus in buses if bus not in near]:
+        text += f"; none of the CPUs that this job may use is near {', '.join(far)}"
+        advice = "request whole nodes: exclusive = true in [slurm]"
+        yield CheckResult(check="affinity", outcome="warning", text=text, advice=advice)
+    else:
+        yield CheckResult(check="affinity", outcome="ok", text=f"each worker runs near its GPU: {text}")
 
 
 def _judge_gpus(rows: list[list[str]]) -> CheckResult:

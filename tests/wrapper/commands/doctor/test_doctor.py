@@ -174,6 +174,31 @@ def test_gpus(script: str, outcome: str, text: str, bare_path: Path, fresh_home:
     assert re.search(text, finding.text)
 
 
+@pytest.mark.parametrize(
+    ("listed", "outcome", "text"),
+    [
+        (("0-1", "0-1"), "ok", "each worker runs near its GPU: 2 GPUs near CPUs 0-1"),
+        (("0", "1"), "ok", "each worker runs near its GPU: 1 GPU near CPUs 0; 1 GPU near CPUs 1"),
+        (("64-127", "0-1"), "warning", "none of the CPUs that this job may use is near 0000:00:00.0"),
+    ],
+)
+def test_the_cpus_near_gpus(
+    listed: tuple[str, str], outcome: str, text: str, bare_path: Path, fresh_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    for name in ("GPU_FOLDERS", "PCI_DEVICES"):
+        monkeypatch.setattr(machine, name, fresh_home / name)
+    for number, cpus in enumerate(listed):
+        (fresh_home / "GPU_FOLDERS" / f"0000:{number:02}:00.0").mkdir(parents=True)
+        file = fresh_home / "PCI_DEVICES" / f"0000:{number:02}:00.0" / "local_cpulist"
+        file.parent.mkdir(parents=True)
+        file.write_text(f"{cpus}\n")
+    program(bare_path, "nvidia-smi", "echo '0, A100, 40960, 535.1, 0, Disabled'")
+    _, finding = machine.gpus()
+    assert (finding.check, finding.outcome) == ("affinity", outcome)
+    assert text in finding.text
+
+
 def test_gpus_whose_driver_hangs_are_unknown(bare_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def hangs(argv: list[str], **options: object) -> None:
         raise subprocess.TimeoutExpired(argv, 20)

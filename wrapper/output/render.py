@@ -6,6 +6,7 @@ interpreted: names and reasons come from outside and are printed literally.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -54,6 +55,11 @@ def one_line(text: str) -> str:
     """Return a name escaped as in `literal` and on one line, so that no part of it can look like another message of
     resihp."""
     return " ".join(literal(text).split())
+
+
+def say(text: str) -> None:
+    """Print a message of resihp on stderr, escaped as in `literal`, because it may quote a worker's log or Slurm."""
+    print(f"resihp: {literal(text)}", file=sys.stderr, flush=True)
 
 
 def duration(seconds: float | None) -> str:

@@ -18,7 +18,6 @@ otherwise start the job without its GPUs. Decides nothing else.
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from resihp.slurm import releases
 from resihp.slurm.client import Slurm
 from resihp.slurm.errors import SlurmError, SlurmRefusedError
 from resihp.wrapper.job_folder import Job
+from resihp.wrapper.output.render import say
 
 PATIENCE_S = 3600.0
 """How long to send requests to a controller that does not answer."""
@@ -138,10 +138,6 @@ def end_for_good(job_id: str, slurm: Slurm) -> None:
             slurm.end_for_good(job_id)
         except SlurmError as error:
             say(f"{error}; if the job is held in the queue then, try: scancel {job_id}")
-
-
-def say(text: str) -> None:
-    print(f"resihp: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager

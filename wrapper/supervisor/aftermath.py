@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,7 +23,7 @@ from resihp.wrapper.config.run_spec import RunRequest
 from resihp.wrapper.exit_codes import REQUEUE_REQUESTED
 from resihp.wrapper.job_files.dead_jobs import finish_dead_job
 from resihp.wrapper.job_folder import Job, note_end, write_private
-from resihp.wrapper.output.render import literal
+from resihp.wrapper.output.render import say
 from resihp.wrapper.sinks.fanout import notify_of_end
 from resihp.wrapper.slurm_tasks.job_comment import write_last_comment
 from resihp.wrapper.supervisor.takeover import agents_of
@@ -79,11 +78,6 @@ def _warn_of_ledger(job: Job) -> Iterator[None]:
         yield
     except LedgerError as error:
         say(f"job {job.name}: {error}; the next resihp status adds the missing records")
-
-
-def say(text: str) -> None:
-    """Print a line on stderr without control characters, because `text` may quote a worker's log or Slurm."""
-    print(f"resihp: {literal(text)}", file=sys.stderr)
 
 
 def _write_last_comment(request: RunRequest) -> None:

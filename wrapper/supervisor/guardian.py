@@ -134,8 +134,9 @@ def _requeue(request: RunRequest) -> int:
     if request.slurm is None:
         return REQUEUE_REQUESTED
     from resihp.slurm.commands import CommandLine
+    from resihp.wrapper.output.render import say
     from resihp.wrapper.slurm_tasks.next_run import exclude_bad_nodes
-    from resihp.wrapper.slurm_tasks.requeue import dead_nodes, requeue, say, until_noticed
+    from resihp.wrapper.slurm_tasks.requeue import dead_nodes, requeue, until_noticed
 
     for signal_number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(signal_number, signal.SIG_IGN)  # a warning must not end this process before the requeue

@@ -39,11 +39,12 @@ from resihp.wrapper.launch.allocation import end_time
 from resihp.wrapper.launch.launcher import Followers, Launcher, LocalLauncher
 from resihp.wrapper.output.first_rank import FirstRank
 from resihp.wrapper.output.job_history import JobHistory
+from resihp.wrapper.output.render import say
 from resihp.wrapper.sinks.deferred_ledger import DeferredLedger
 from resihp.wrapper.sinks.fanout import LedgerLike, Listeners, listeners
 from resihp.wrapper.sinks.progress_file import ProgressFileWriter
 from resihp.wrapper.slurm_tasks.job_comment import JobComment
-from resihp.wrapper.supervisor.aftermath import end_slurm_job, leave_chain_note, mark_dead, say
+from resihp.wrapper.supervisor.aftermath import end_slurm_job, leave_chain_note, mark_dead
 from resihp.wrapper.supervisor.collaborators import ControllerLike, SlurmDeskLike, ViewLike
 from resihp.wrapper.supervisor.node_history import NodeMemory
 from resihp.wrapper.supervisor.patient_output import log_without_waiting, never_wait_for

@@ -37,6 +37,8 @@ JOB_END_TIME_SINCE = (24, 11, 0)
 in the same way, except for --requeue=expedite, which is new in 25.11 and must be enabled by the site."""
 CGROUPS_V2 = Path("/sys/fs/cgroup/cgroup.controllers")
 MIN_KILL_WAIT_S = 10
+PRIVATE_FOLDERS = ("/tmp", "/dev/shm", "/var/tmp")
+"""Folders that job_container/tmpfs gives to each job, by default or where `Dirs` in job_container.conf names them."""
 TEST_JOB_TIME_S = 1200.0
 """Time limit, in seconds, of a job that is only tested for submission."""
 NO_ANSWER_ADVICE = "scontrol ping; sinfo"
@@ -107,6 +109,14 @@ def survival(settings: Mapping[str, str]) -> Iterator[CheckResult]:
     if wait < MIN_KILL_WAIT_S:
         text = f"KillWait={wait} s: little time to write the ledger when a job is cancelled"
         trouble.append((text, "ask for KillWait=30"))
+    local = Path(os.environ.get("RESIHP_LOCAL") or "/var/tmp")
+    if "tmpfs" in settings.get("JobContainerType", "") and any(map(local.is_relative_to, PRIVATE_FOLDERS)):
+        text = (
+            f"{settings['JobContainerType']}: {local} may be the job's own, and removed with a journal in it at its end"
+        )
+        trouble.append(
+            (text, "set RESIHP_LOCAL to a folder of yours on local disk that job_container.conf leaves alone")
+        )
     notices = settings.get("SlurmdTimeout", "unknown")
     facts = [
         f"Slurm notices a dead node after {notices}, resihp after 6 s",

@@ -465,6 +465,7 @@ def test_slurm_that_does_not_answer_is_said_once_and_is_no_health(fresh_home: Pa
         ({"InactiveLimit": "120 sec"}, "node death", "warning", "InactiveLimit=120 sec"),
         ({"ProctrackType": "proctrack/pgid"}, "node death", "warning", "pgid"),
         ({"KillWait": "2 sec"}, "node death", "warning", "KillWait=2 s"),
+        ({"JobContainerType": "job_container/tmpfs"}, "node death", "warning", "with a journal in it at its end"),
         ({"KillOnBadExit": "1"}, "node death", "ok", "which resihp overrides"),
         ({"PreemptType": "preempt/qos", "PreemptMode": "REQUEUE"}, "requeue", "warning", "preemption by requeue"),
         ({"SlurmctldParameters": "enable_expedited_requeue"}, "requeue", "ok", "at once with --requeue=expedite"),

@@ -84,6 +84,8 @@ class ListenerSettings(msgspec.Struct, frozen=True, kw_only=True):
     command: tuple[str, ...] = ()
     events: tuple[str, ...] = ()
     timeout_s: float = 10.0
+    audit: str = ""
+    """The site's folder for the audit of decisions."""
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -309,6 +309,9 @@ class SiteSection(Section):
     """Highest `slurm.spares`."""
     partitions: tuple[str, ...] = ()
     """Partitions that jobs may use; all when empty."""
+    audit: Annotated[str, AfterValidator(values.absolute_or_none)] = ""
+    """Folder in which all jobs record their decisions about the cluster, such as `/shared/site/resihp/audit`: one file
+    for each user and month, one JSON line for each decision."""
 
 
 class Configuration(BaseSettings):

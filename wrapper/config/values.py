@@ -222,6 +222,13 @@ def webhook(url: SecretStr) -> SecretStr:
     return url
 
 
+def absolute_or_none(path: str) -> str:
+    """Return the path if it is absolute or empty. Raises ValueError."""
+    if path and (not path.startswith("/") or "\0" in path):
+        raise ValueError("must be an absolute path, as /shared/site/resihp/audit")
+    return path
+
+
 def known_events(names: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names if all are names of hook events. Raises ValueError that lists the valid events."""
     from resihp.wrapper.sinks.hooks import EVENT_ENTRIES

@@ -21,6 +21,7 @@ import typer
 
 from resihp.errors import OwnershipError, UsageError
 from resihp.wrapper.commands.node import maintenance
+from resihp.wrapper.commands.node.audited import audited
 from resihp.wrapper.commands.node.holding import holder, home_of, lists_with, user
 from resihp.wrapper.commands.node.maintenance import connect
 from resihp.wrapper.output.answers import message
@@ -89,7 +90,7 @@ def drain(
         exclude_s=_seconds(keep_out),
         most_drained=_most_drained(),
     )
-    outcomes = _print(steps, as_json)
+    outcomes = _print(audited(steps, exclusions.cluster, holding_job.id, node), as_json)
     _report_other_home(exclusions)
     if not _reached(outcomes):
         unsure = "unknown" in outcomes.values()
@@ -119,7 +120,7 @@ def undrain(node: NodeArgument, job: JobOption = None, spool: SpoolOption = None
         now=time.time(),
         user=user(),
     )
-    outcomes = _print(steps, as_json)
+    outcomes = _print(audited(steps, exclusions.cluster, job or "", node, undrains=True), as_json)
     _report_other_home(exclusions)
     if (own_list := own(exclusions.cluster)) is not None and own_list.path.exists() and own_list.remove(node):
         message(f"node {node}: also removed from the nodes excluded by hand")

@@ -13,6 +13,7 @@ import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from resihp.slurm.client import Slurm
     from resihp.slurm.drains.drain import Step
     from resihp.slurm.drains.exclusions import Exclusions
+    from resihp.slurm.drains.site_limits import DrainLimits
 
 JSON_SCHEMA = 1
 
@@ -88,7 +90,7 @@ def drain(
         exclusions=exclusions,
         now=time.time(),
         exclude_s=_seconds(keep_out),
-        most_drained=_most_drained(),
+        limits=_limits(slurm, holding_job.id),
     )
     outcomes = _print(audited(steps, exclusions.cluster, holding_job.id, node), as_json)
     _report_other_home(exclusions)
@@ -233,10 +235,19 @@ def _spool(given: Path | None) -> Path | None:
     return folder_of(str(given) if given else read({}).slurm.spool)
 
 
-def _most_drained() -> int | None:
+def _limits(slurm: Slurm, job_id: str) -> DrainLimits:
+    """Return the site's limits on drains. A limit that is a share refers to the partition of the job, or else to the
+    configured one."""
+    from resihp.slurm.errors import SlurmError
+    from resihp.wrapper.config.site_limits import drain_limits
     from resihp.wrapper.config.sources import read
 
-    return read({}).site.drained
+    configuration = read({})
+    partition = configuration.slurm.partition
+    if isinstance(configuration.site.drained, str):
+        with suppress(SlurmError):  # the job has ended, for example
+            partition = slurm.node_choice(job_id).partition or partition
+    return drain_limits(configuration, partition)
 
 
 def _exclusions(slurm: Slurm, other_home: Path | None = None) -> Exclusions:

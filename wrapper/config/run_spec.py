@@ -87,6 +87,8 @@ class ListenerSettings(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 10.0
     audit: str = ""
     """The site's folder for the audit of decisions."""
+    share: str = ""
+    """The site's folder for summaries of running jobs."""
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -316,6 +316,9 @@ class SiteSection(Section):
     audit: Annotated[str, AfterValidator(values.absolute_or_none)] = ""
     """Folder in which all jobs record their decisions about the cluster, such as `/shared/site/resihp/audit`: one file
     for each user and month, one JSON line for each decision."""
+    share: Annotated[str, AfterValidator(values.absolute_or_none)] = ""
+    """Folder in which all running jobs keep a summary of themselves, for `resihp jobs --all-users` and `resihp status`
+    of operators, such as `/shared/site/resihp/jobs`."""
 
 
 class Configuration(BaseSettings):

@@ -122,6 +122,7 @@ def asked(configuration: Configuration) -> ListenerSettings:
         events=hooks.events,
         timeout_s=hooks.timeout,
         audit=configuration.site.audit,
+        share=configuration.site.share,
     )
 
 
@@ -146,6 +147,7 @@ def listeners(
     openers: dict[str, Callable[[], list[Listener]]] = {
         "hooks": lambda: _hooks(request, say, past, history),
         "audit": lambda: _audit(request, say, past, history),
+        "share": lambda: _shared_summary(request, say, past, history),
         "tensorboard": lambda: _tensorboard(request, say, figures),
         "traces": lambda: _traces(request, say, past),
         "metrics": lambda: _metrics(request, say, figures, past, lambda: standing(ledger, opened_listeners)),
@@ -226,6 +228,17 @@ def _audit(
             encode=lambda record, mended: line_of(cluster, request.job, record),
         )
     ]
+
+
+def _shared_summary(
+    request: RunRequest, say: Callable[[str], None], past: Sequence[Record], history: JobHistory | None
+) -> list[Listener]:
+    if not request.listening.share or request.slurm is None:
+        return []
+    from resihp.wrapper.sinks.shared_summary import SharedSummary
+
+    folder, cluster = Path(request.listening.share), request.slurm.cluster
+    return [SharedSummary(folder, cluster, request.job, say=say, past=past, history=history)]
 
 
 def _figures(past: Sequence[Record]) -> Figures:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from resihp.wrapper.site_folders.folder import SiteFolderError, opened, user_of
+from resihp.wrapper.site_folders.folder import SiteFolderError, opened, printable, user_of
 
 AUDIT_KEY = "audit"
 LINE_SCHEMA = 1
@@ -49,25 +49,20 @@ def line(decision: Decision) -> bytes:
     uid = os.geteuid()
     fields: dict[str, object] = {
         "schema": LINE_SCHEMA,
-        "id": _printable(decision.id, MAX_NAME),
+        "id": printable(decision.id, MAX_NAME),
         "time": datetime.fromtimestamp(decision.at, UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-        "cluster": _printable(decision.cluster, MAX_NAME),
-        "job": _printable(decision.job, MAX_NAME),
+        "cluster": printable(decision.cluster, MAX_NAME),
+        "job": printable(decision.job, MAX_NAME),
         "uid": uid,
         "user": user_of(uid),
-        "node": None if decision.node is None else _printable(decision.node, MAX_NAME),
+        "node": None if decision.node is None else printable(decision.node, MAX_NAME),
         "decision": decision.decision,
         "outcome": decision.outcome,
-        "reason": _printable(decision.reason, MAX_TEXT),
+        "reason": printable(decision.reason, MAX_TEXT),
     }
     if decision.exit_code is not None:
         fields["exit_code"] = decision.exit_code
     return msgspec.json.encode(fields) + b"\n"
-
-
-def _printable(text: str, most: int) -> str:
-    words = "".join(letter if letter.isprintable() else " " for letter in text[: 4 * most]).split()
-    return " ".join(words)[:most]
 
 
 def append(folder: Path, content: bytes) -> None:

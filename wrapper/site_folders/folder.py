@@ -60,6 +60,12 @@ def check_writable(folder: Path, setting: str) -> None:
             raise SiteFolderError(f"[site] {setting} {folder}: you may not write there; {remedy(folder)}")
 
 
+def printable(text: str, most: int) -> str:
+    """Return a text on one line, without control characters, and at most `most` characters long."""
+    words = "".join(letter if letter.isprintable() else " " for letter in text[: 4 * most]).split()
+    return " ".join(words)[:most]
+
+
 def user_of(uid: int) -> str:
     """Return the name of a user; the number if it has no name here."""
     try:

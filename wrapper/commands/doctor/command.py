@@ -118,9 +118,10 @@ def _has_site_folders(job_file: Path | None) -> bool:
     from resihp.wrapper.config.sources import read
 
     try:
-        return bool(read({}, job_file).site.audit)
+        site = read({}, job_file).site
     except ResihpError:
         return False  # the check of the configuration reports the error
+    return bool(site.audit or site.share)
 
 
 def _nodes_of(job_file: Path | None) -> int:

@@ -31,7 +31,9 @@ from resihp.wrapper.config.program import missing_script
 from resihp.wrapper.config.sources import read, site_files
 from resihp.wrapper.job_folder import NO_LOCKS
 from resihp.wrapper.sinks.fanout import asked
+from resihp.wrapper.site_folders.audit import AUDIT_KEY
 from resihp.wrapper.site_folders.folder import check_writable
+from resihp.wrapper.site_folders.summaries import SHARE_KEY
 from resihp.wrapper.strict_modes import check_above, check_folder
 
 MIN_FREE_BYTES = 1 << 30
@@ -167,7 +169,7 @@ def configuration(job_file: Path | None = None) -> Iterator[CheckResult]:
 def site_folders(job_file: Path | None = None) -> Iterator[CheckResult]:
     """Check the folders of [site] that jobs write to. Nothing is written: the lines there are the site's records."""
     site = read({}, job_file).site
-    for setting in ("audit",):
+    for setting in (AUDIT_KEY, SHARE_KEY):
         if not (named := getattr(site, setting)):
             continue
         try:

@@ -50,10 +50,11 @@ def _summary(entry: journal.AnyEntry) -> _Summary:
         case journal.DrainAnswered():
             return _Summary(STEP_NAMES[entry.step], entry.outcome, entry.node, entry.text)
         case journal.ReplacementAsked():
-            return _Summary("replacement", "asked", entry.node, entry.reason)
+            return _Summary("replacement", "asked", entry.node, f"replacement {entry.replacement}: {entry.reason}")
         case journal.ReplacementChanged():
-            job = f"Slurm job {entry.slurm_job}: " if entry.slurm_job else ""
-            return _Summary("replacement", entry.state, entry.node, f"{job}{entry.text}".rstrip(": "))
+            job = f" (Slurm job {entry.slurm_job})" if entry.slurm_job else ""
+            text = f"replacement {entry.replacement}{job}: {entry.text}".removesuffix(": ")
+            return _Summary("replacement", entry.state, entry.node, text)
         case journal.JobEnded(exit_code=code):
             if code == REQUEUE_REQUESTED:
                 return _Summary("requeue", "asked", None, entry.reason, code)

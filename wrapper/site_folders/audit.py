@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from resihp.wrapper.site_folders.folder import SiteFolderError, opened, printable, user_of
+from resihp.wrapper.site_folders.folder import SiteFolderError, check_writable, opened, printable, user_of
 
 AUDIT_KEY = "audit"
 LINE_SCHEMA = 1
@@ -65,13 +65,25 @@ def line(decision: Decision) -> bytes:
     return msgspec.json.encode(fields) + b"\n"
 
 
+def check(folder: Path) -> None:
+    """Raise SiteFolderError if this user's lines cannot be appended. Writes nothing."""
+    check_writable(folder, AUDIT_KEY)
+    name = _file_name()
+    with opened(folder, AUDIT_KEY) as at, suppress(FileNotFoundError):
+        _check(folder, name, os.stat(name, dir_fd=at, follow_symlinks=False))
+
+
+def _file_name() -> str:
+    return f"{os.geteuid()}-{datetime.now(UTC):%Y-%m}.jsonl"
+
+
 def append(folder: Path, content: bytes) -> None:
     """Append one line to this user's file of this month. Raises SiteFolderError.
 
     The file must belong to this user, be no link, and have no other name; it is created readable by all.
     """
     assert len(content) <= MAX_LINE_BYTES
-    name = f"{os.geteuid()}-{datetime.now(UTC):%Y-%m}.jsonl"
+    name = _file_name()
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     with opened(folder, AUDIT_KEY) as at:
         try:

@@ -56,8 +56,14 @@ def remedy(folder: Path) -> str:
 def check_writable(folder: Path, setting: str) -> None:
     """Raise SiteFolderError if this user cannot add files to the folder. Writes nothing."""
     with opened(folder, setting) as descriptor:
-        if not os.access(f"/proc/self/fd/{descriptor}", os.W_OK | os.X_OK):
+        path = f"/proc/self/fd/{descriptor}"
+        file_system = os.statvfs(path)
+        if file_system.f_flag & os.ST_RDONLY:
+            raise SiteFolderError(f"[site] {setting} {folder}: its file system is read-only; tell the administrator")
+        if not os.access(path, os.W_OK | os.X_OK):
             raise SiteFolderError(f"[site] {setting} {folder}: you may not write there; {remedy(folder)}")
+        if file_system.f_blocks and not file_system.f_bavail:
+            raise SiteFolderError(f"[site] {setting} {folder}: no space left there; tell the administrator")
 
 
 def printable(text: str, most: int) -> str:

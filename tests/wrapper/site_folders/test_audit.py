@@ -117,10 +117,20 @@ def test_a_folder_that_is_not_the_sites_is_not_written(site: Path, tmp_path: Pat
 
 
 def test_the_check_before_a_job_writes_nothing(site: Path, tmp_path: Path) -> None:
-    check_writable(site, "audit")
+    audit.check(site)
     assert list(site.iterdir()) == []
+    (site / name()).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SiteFolderError, match="no plain file"):
+        audit.check(site)
     with pytest.raises(SiteFolderError, match=r"\[site\] audit"):
-        check_writable(tmp_path / "none", "audit")
+        audit.check(tmp_path / "none")
+
+
+def test_a_full_disk_is_seen_before_a_job_waits(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = os.statvfs_result((4096, 4096, 100, 0, 0, 10, 0, 0, 0, 255))
+    monkeypatch.setattr(site_folder.os, "statvfs", lambda path: full)
+    with pytest.raises(SiteFolderError, match="no space left there"):
+        check_writable(site, "share")
 
 
 def test_a_full_disk_leaves_no_half_line(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:

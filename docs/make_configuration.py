@@ -129,6 +129,8 @@ def takes(key: str, field: FieldInfo) -> str:
         return f'a time, or `"{values.NO_LIMIT}"`'
     if any(isinstance(item, BeforeValidator) and item.func is values.size for item in metadata):
         return "a size"
+    if any(isinstance(item, BeforeValidator) and item.func is values.count_or_share for item in metadata):
+        return 'a whole number, 0 or more, or a share such as `"2%"`'
     kind = _plain(field.annotation)
     if get_origin(kind) is Literal:
         return ", ".join(f"`{word!s}`" if word else "empty" for word in get_args(kind))

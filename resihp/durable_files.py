@@ -51,6 +51,25 @@ def replacing(path: Path, mode: int = 0o666, *, named_by_user: bool = False) -> 
         raise
 
 
+def replace_in(folder: int, name: str, content: bytes, mode: int, *, sync: bool = False) -> None:
+    """Replace the file `name` in an open folder by `content`, as a whole or not at all, with the permissions `mode`
+    whatever the umask. `folder`: a descriptor of it, which need not permit listing. Raises OSError."""
+    temporary = f".resihp-{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(temporary, flags, mode, dir_fd=folder), "wb") as file:
+            os.fchmod(file.fileno(), mode)
+            file.write(content)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary, dir_fd=folder)
+        raise
+
+
 def own_users() -> tuple[int, ...]:
     """Return the ids of the users whose links are followed: the current user and root."""
     return (os.geteuid(), 0)

@@ -12,17 +12,18 @@ import stat
 from pathlib import Path
 
 
-def open_plain(path: Path, *, follow: bool = False) -> int:
+def open_plain(path: Path, *, follow: bool = False, at: int | None = None) -> int:
     """Open a regular file for reading and return its descriptor, without blocking.
 
-    With `follow`, the last part of the path may be a symbolic link; without, a link raises OSError (ELOOP). A socket, a
-    pipe, a device, a folder, or a path that contains a NUL raises OSError (EINVAL).
+    With `follow`, the last part of the path may be a symbolic link; without, a link raises OSError (ELOOP). `at`: the
+    descriptor of the folder from which a relative path leads; None for the current folder. A socket, a pipe, a device,
+    a folder, or a path that contains a NUL raises OSError (EINVAL).
     """
     if "\0" in str(path):
         raise OSError(errno.EINVAL, "holds a NUL", ascii(str(path)))
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
-        descriptor = os.open(path, flags)
+        descriptor = os.open(path, flags, dir_fd=at)
     except OSError as error:
         if error.errno == errno.ENXIO:  # a socket
             raise OSError(errno.EINVAL, "is no plain file", str(path)) from None

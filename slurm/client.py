@@ -20,9 +20,10 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
 
     `state` is the base state in lower case (`idle`, `allocated`, `mixed`, `down`, `unknown`, ...). `flags` are the
     words that Slurm appends to the state with plus signs, in lower case (`drain`, `not_responding`, `completing`, ...).
-    `reason_by` is the user who set `reason`. Numbers are 0 where they cannot be parsed. `features`: the active ones,
-    only in the answer of `partition_nodes`. `unreadable`: description of the part of the row that cannot be parsed, if
-    this includes the state; then only the node's name is known, and nothing is done to the node.
+    `reason_by` is the user who set `reason`, `reason_at` the time (UTC, seconds since 1970; None if unknown). Numbers
+    are 0 where they cannot be parsed. `features`: the active ones, only in the answer of `partition_nodes`.
+    `unreadable`: description of the part of the row that cannot be parsed, if this includes the state; then only the
+    node's name is known, and nothing is done to the node.
     """
 
     name: str
@@ -30,6 +31,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     flags: frozenset[str] = frozenset()
     reason: str = ""
     reason_by: str = ""
+    reason_at: float | None = None
     address: str = ""
     cpus: int = 0
     memory_mb: int = 0

@@ -46,7 +46,7 @@ ORDER: Mapping[str, tuple[set[str], ...]] = {
         {"file_locks", "registry"},
         {"job_files"},
         {"job_folder"},
-        {"output", "launch"},
+        {"output", "launch", "site_folders"},
         {"config"},
         {"sinks", "slurm_tasks"},
         {"supervisor", "agent"},

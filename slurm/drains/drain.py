@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -21,8 +21,10 @@ from typing import Literal
 import msgspec
 
 from resihp.slurm.client import PREFIX, NodeView, Slurm, sanitised
+from resihp.slurm.drains import site_limits
 from resihp.slurm.drains import spool as requests
 from resihp.slurm.drains.exclusions import EXCLUSION_S, Exclusions, Measure
+from resihp.slurm.drains.site_limits import NO_LIMITS, DrainLimits
 from resihp.slurm.drains.spool import SpoolError
 from resihp.slurm.errors import SlurmError, SlurmOutputError, SlurmRefusedError
 from resihp.slurm.rate_limited import Polite
@@ -55,15 +57,16 @@ def climb(
     now: float,
     exclude_s: float = EXCLUSION_S["hardware"],
     measure: Measure = "drain",
-    most_drained: int | None = None,
+    limits: DrainLimits = NO_LIMITS,
+    uid: int | None = None,
 ) -> Iterator[Step]:
     """Take the steps of the drain ladder for `node` of job `job_id`, and yield the result of each.
 
     `allowed_nodes`: the nodes that the job holds or has held; for any other node, Slurm is not even called. The batch
     host is only excluded from later jobs, because the job ends with it. `measure`: `drain`, or `exclude` for a node
     that must not be drained. `exclude_s`: seconds for which the user's own jobs avoid the node. The caller limits the
-    number of drained nodes for each job; `most_drained` is the site's limit on the nodes that are drained with resihp's
-    reason at the same time, whichever job drained them (jobs that drain in the same second may exceed it).
+    number of drained nodes for each job; `limits` are the site's, for all jobs. `uid`: the user whose jobs count for
+    the limits of one user; None for the current user.
     """
     if not _NODE.fullmatch(node) or node not in allowed_nodes:
         yield _step("slurm", "refused", f"node {node[:64]!r}: job {job_id} does not hold it and never has")
@@ -71,7 +74,8 @@ def climb(
     if measure == "drain" and node == batch_host:
         yield _step("slurm", "refused", f"node {node}: the batch host of job {job_id} is never drained by it")
     elif measure == "drain":
-        first, ask = _drain(slurm, node, sanitised(reason), most_drained)
+        uid = os.getuid() if uid is None else uid
+        first, ask = _drain(slurm, node, sanitised(reason), lambda: site_limits.refusal(slurm, limits, uid, now))
         yield first
         if ask and spool is not None:
             yield _request_in_spool(spool, "drain", node, job_id=job_id, reason=reason, now=now)
@@ -127,9 +131,9 @@ def _view(slurm: Slurm, node: str) -> NodeView | None:
     return view
 
 
-def _drain(slurm: Slurm, node: str, reason: str, most: int | None) -> tuple[Step, bool]:
+def _drain(slurm: Slurm, node: str, reason: str, refusal: Callable[[], str]) -> tuple[Step, bool]:
     """Drain the node. Also return whether to send a request to the site's hook if this failed; not if the node needs no
-    drain, or if the site's limit is reached."""
+    drain, or if a limit of the site forbids it. `refusal` returns why it does; empty if not."""
     try:
         view = _view(slurm, node)
         if view is None:
@@ -139,14 +143,8 @@ def _drain(slurm: Slurm, node: str, reason: str, most: int | None) -> tuple[Step
             set_by = f" by {view.reason_by}" if view.reason_by else ""
             stands = f"{view.reason!r}{set_by} stands" if view.reason else "no reason was given"
             return _step("slurm", "done", f"node {node}: is {state} already; {stands}"), False
-        if most is not None:
-            ours = sum(view_of_other.reason.startswith(PREFIX) for view_of_other in slurm.drained().values())
-            if ours >= most:
-                text = (
-                    f"node {node}: not drained: {ours} nodes are drained with our reason, and the site "
-                    f"allows {most} at a time"
-                )
-                return _step("slurm", "refused", f"{text}; try: sinfo -R | grep {PREFIX.strip()}"), False
+        if why := refusal():
+            return _step("slurm", "refused", f"node {node}: not drained: {why}"), False
         slurm.drain(node, reason)
     except SlurmRefusedError as error:
         return _step("slurm", "refused", f"node {node}: {error}"), True

@@ -29,7 +29,7 @@ from resihp.slurm.parsing.fields import (
     wrong_width,
 )
 
-_NODE_FIELDS = ("NodeList", "StateComplete", "Reason", "User", "NodeAddr", "CPUs", "Memory", "Gres")
+_NODE_FIELDS = ("NodeList", "StateComplete", "Reason", "User", "NodeAddr", "CPUs", "Memory", "Gres", "Timestamp")
 _PARTITION_NODE_FIELDS = ("NodeList", "StateComplete", "CPUs", "Memory", "Gres", "FeaturesAct")
 _JOB_FIELDS = (
     *("JobID", "JobArrayID", "UserName", "State", "NodeList", "BatchHost", "Reason", "RestartCnt", "TimeLeft"),
@@ -147,7 +147,7 @@ def _node(fields: list[str]) -> NodeView:
     """Parse one row of `sinfo`. Raises SlurmOutputError if its number of fields, name or state is invalid."""
     if len(fields) != len(_NODE_FIELDS):
         raise wrong_width("sinfo", fields, len(_NODE_FIELDS))
-    name, state, reason, by, address, cpus, memory, gres = fields
+    name, state, reason, by, address, cpus, memory, gres, at = fields
     base, flags = _state(name, state)
     return NodeView(
         name=name,
@@ -155,6 +155,7 @@ def _node(fields: list[str]) -> NodeView:
         flags=flags,
         reason="" if reason == "none" else reason,
         reason_by="" if reason == "none" else by,
+        reason_at=float(at) if reason != "none" and COUNT_PATTERN.fullmatch(at) else None,
         address=address,
         cpus=int(cpus) if COUNT_PATTERN.fullmatch(cpus) else 0,
         memory_mb=int(memory) if COUNT_PATTERN.fullmatch(memory) else 0,

@@ -132,7 +132,7 @@ class FakeSlurm:
                 raise SlurmRefusedError(f"partition {partition!a}: no partition has such a name")
             self._answer()
             return {
-                name: msgspec.structs.replace(view, address="", reason="", reason_by="")
+                name: msgspec.structs.replace(view, address="", reason="", reason_by="", reason_at=None)
                 for name, view in self.node_views.items()
                 if "main" in partition.split(",")
             }
@@ -197,14 +197,15 @@ class FakeSlurm:
         with self._lock:
             self._called("drain")
             view = self._operated(node, "not drained")
-            self.set_node(node, flags=view.flags | {"drain"}, reason=sanitised(reason), reason_by=self.user)
+            by = {"reason_by": self.user, "reason_at": float(int(time.time()))}
+            self.set_node(node, flags=view.flags | {"drain"}, reason=sanitised(reason), **by)
             self._answer()
 
     def undrain(self, node: str) -> None:
         with self._lock:
             self._called("undrain")
             view = self._operated(node, "not undrained")
-            self.set_node(node, flags=view.flags - {"drain", "fail"}, reason="", reason_by="")
+            self.set_node(node, flags=view.flags - {"drain", "fail"}, reason="", reason_by="", reason_at=None)
             self._answer()
 
     def keep_nodes(self, job_id: str, keep: Sequence[str]) -> None:

@@ -232,11 +232,13 @@ def test_an_operator_drains_and_undrains(scene: Scene) -> None:
     assert not view.usable
     assert view.reason == f"{PREFIX}rank 5 it s dead é"
     assert view.reason_by == "root"
+    assert view.reason_at is not None
+    assert abs(view.reason_at - time.time()) < 60
     assert not node(scene, "n2").draining
     scene.operator.undrain("n3")
     view = node(scene, "n3")
     assert not view.draining
-    assert (view.reason, view.reason_by) == ("", "")
+    assert (view.reason, view.reason_by, view.reason_at) == ("", "", None)
     # Until slurmd has answered, Slurm says not_responding.
     eventually(lambda: node(scene, "n3").usable)
 

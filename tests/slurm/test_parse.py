@@ -33,7 +33,10 @@ READERS: dict[str, Callable[[bytes], object]] = {
     "expand": lambda output: expand(output.decode("utf-8", "replace")),
 }
 
-NODE = ("n1", "idle+drain", "resihp: a | b = c é", "root", "10.0.0.1", "2048", "1031000", "gpu:h100:8(S:0-1),nic:2")
+NODE = (
+    *("n1", "idle+drain", "resihp: a | b = c é", "root", "10.0.0.1", "2048", "1031000", "gpu:h100:8(S:0-1),nic:2"),
+    "1795338374",
+)
 JOB = ("17", "17", "me", "RUNNING", "n[1-2]", "n1", "None", "1", "1-02:03:04", "N/A", "1795338374", "(null)", "a b|c")
 
 
@@ -56,6 +59,7 @@ def test_a_node() -> None:
             flags=frozenset({"drain"}),
             reason="resihp: a | b = c é",
             reason_by="root",
+            reason_at=1795338374.0,
             address="10.0.0.1",
             cpus=2048,
             memory_mb=1031000,
@@ -65,7 +69,7 @@ def test_a_node() -> None:
 
 
 def test_nodes_of_two_partitions_are_one() -> None:
-    other = ("n2", "DOWN+NOT_RESPONDING", "none", "Unknown", "n2", "1", "1", "(null)")
+    other = ("n2", "DOWN+NOT_RESPONDING", "none", "Unknown", "n2", "1", "1", "(null)", "Unknown")
     views = parse.nodes(output(NODE, other, NODE))
     assert set(views) == {"n1", "n2"}
     assert views["n2"].flags == {"not_responding"}
@@ -250,9 +254,9 @@ def test_nodes_that_cannot_be(bad: tuple[str, ...]) -> None:
     [
         ("2K", *NODE[6:]),
         ("-1", *NODE[6:]),
-        (NODE[5], "", NODE[7]),
-        (*NODE[5:7], "gpu:a:many"),
-        (*NODE[5:7], "gpu:h100:8:shared"),
+        (NODE[5], "", *NODE[7:]),
+        (*NODE[5:7], "gpu:a:many", NODE[8]),
+        (*NODE[5:7], "gpu:h100:8:shared", "yesterday"),
     ],
 )
 def test_odd_figures_of_a_node_hide_neither_its_state_nor_who_has_set_it_aside(odd: tuple[str, ...]) -> None:
@@ -263,7 +267,7 @@ def test_odd_figures_of_a_node_hide_neither_its_state_nor_who_has_set_it_aside(o
 
 
 def test_one_node_with_odd_resources_is_read_beside_the_others() -> None:
-    odd = ("n2", "idle", *NODE[2:7], "gpu:a100:no_consume:4")
+    odd = ("n2", "idle", *NODE[2:7], "gpu:a100:no_consume:4", NODE[8])
     views = parse.nodes(output(NODE, odd))
     assert (views["n1"].gpus, views["n2"].gpus, views["n2"].usable) == (8, 4, True)
 

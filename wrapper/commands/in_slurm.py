@@ -20,6 +20,7 @@ from resihp.slurm.errors import SlurmError
 from resihp.wrapper.commands import earlier_runs
 from resihp.wrapper.config.run_spec import SlurmRequest
 from resihp.wrapper.config.schema import Configuration
+from resihp.wrapper.config.site_limits import drain_limits
 from resihp.wrapper.launch import allocation, batch_script, interfaces
 from resihp.wrapper.launch.allocation import Allocation
 from resihp.wrapper.slurm_tasks import chain
@@ -89,7 +90,7 @@ def of_slurm(
         constraint=section.constraint,
         reservation=section.reservation or given.reservation,
         extra=section.extra,
-        most_drained=configuration.site.drained,
+        limits=drain_limits(configuration, section.partition or given.partition, section.replacement_partition),
         spool=section.spool,
         comment=section.comment,
     )

@@ -13,6 +13,7 @@ import msgspec
 from resihp.errors import UsageError
 from resihp.record.journal import SlurmIdentity
 from resihp.settings import Settings
+from resihp.slurm.drains.site_limits import NO_LIMITS, DrainLimits
 from resihp.worker.forkserver import PRELOADED_MODULES
 from resihp.wrapper.job_folder import Job, OurJob, write_private
 from resihp.wrapper.launch.ports import Ports
@@ -54,8 +55,8 @@ class SlurmRequest(msgspec.Struct, frozen=True, kw_only=True):
     reservation: str = ""
     extra: tuple[str, ...] = ()
     """Further options of sbatch."""
-    most_drained: int | None = None
-    """Most nodes of the cluster that may be drained with our reason at a time, by all jobs together; None: no limit."""
+    limits: DrainLimits = NO_LIMITS
+    """The site's limits on drains by all jobs together."""
     spool: str = ""
     comment: bool = True
 
@@ -84,6 +85,10 @@ class ListenerSettings(msgspec.Struct, frozen=True, kw_only=True):
     command: tuple[str, ...] = ()
     events: tuple[str, ...] = ()
     timeout_s: float = 10.0
+    audit: str = ""
+    """The site's folder for the audit of decisions."""
+    share: str = ""
+    """The site's folder for summaries of running jobs."""
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):

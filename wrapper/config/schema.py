@@ -301,14 +301,24 @@ class SiteSection(Section):
 
     drains: int | None = Field(default=None, ge=0)
     """Highest `slurm.drains`."""
-    drained: int | None = Field(default=None, ge=0)
-    """How many nodes of the cluster may be drained with our reason at a time, by all jobs; the hook has --drained."""
+    drained: Annotated[int | str | None, BeforeValidator(values.count_or_share)] = None
+    """How many nodes of the cluster may be drained with our reason at a time, by all jobs; or the share of the nodes of
+    a job's partition, rounded down, but at least one node. The hook has --drained."""
+    user_drains_per_hour: int | None = Field(default=None, ge=0)
+    """How many nodes the jobs of one user may have drained in an hour, counted from the reasons that Slurm shows; the
+    hook has --user-rate."""
     replacements: int | None = Field(default=None, ge=0)
     """Highest `slurm.replacements`."""
     spares: int | None = Field(default=None, ge=0)
     """Highest `slurm.spares`."""
     partitions: tuple[str, ...] = ()
     """Partitions that jobs may use; all when empty."""
+    audit: Annotated[str, AfterValidator(values.absolute_or_none)] = ""
+    """Folder in which all jobs record their decisions about the cluster, such as `/shared/site/resihp/audit`: one file
+    for each user and month, one JSON line for each decision."""
+    share: Annotated[str, AfterValidator(values.absolute_or_none)] = ""
+    """Folder in which all running jobs keep a summary of themselves, for `resihp jobs --all-users` and `resihp status`
+    of operators, such as `/shared/site/resihp/jobs`."""
 
 
 class Configuration(BaseSettings):

@@ -222,6 +222,32 @@ def webhook(url: SecretStr) -> SecretStr:
     return url
 
 
+_SHARE = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,3})?) ?%", re.ASCII)
+
+
+def count_or_share(value: object) -> int | str | None:
+    """Return the value if it is a count, or a share such as `2%`. Raises ValueError."""
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    if isinstance(value, str) and (share_of(value) or 0) > 0:
+        return value
+    raise ValueError('must be a whole number, 0 or more, or a share of the nodes, as "2%"')
+
+
+def share_of(text: object) -> float | None:
+    """Return the share in a text such as `2%`: more than 0, at most 1. None if the text is no share."""
+    match = _SHARE.fullmatch(text) if isinstance(text, str) else None
+    share = float(match[1]) / 100 if match else 0.0
+    return share if 0 < share <= 1 else None
+
+
+def absolute_or_none(path: str) -> str:
+    """Return the path if it is absolute or empty. Raises ValueError."""
+    if path and (not path.startswith("/") or "\0" in path):
+        raise ValueError("must be an absolute path, as /shared/site/resihp/audit")
+    return path
+
+
 def known_events(names: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names if all are names of hook events. Raises ValueError that lists the valid events."""
     from resihp.wrapper.sinks.hooks import EVENT_ENTRIES

@@ -126,8 +126,14 @@ class Job:
         except OwnershipError as error:
             raise JobNotFoundError(f"job {self.name}: {error}") from error
         except READ_ERRORS as error:
-            is_missing = isinstance(error, FileNotFoundError)
-            why = "does not exist, or holds no job" if is_missing else f"holds no job of this version: {error}"
+            why = f"holds no job of this version: {error}"
+            if isinstance(error, FileNotFoundError):
+                why = "does not exist, or holds no job"
+            elif isinstance(error, PermissionError):
+                why = (
+                    "cannot be read: permission denied; resihp jobs --all-users lists what its user shares, if the site"
+                )
+                why += " collects that"
             raise JobNotFoundError(f"job {self.name}: {self.folder} {why}") from error
 
     def read_own(self, name: str) -> bytes:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from resihp.wrapper.output.render import duration
+
+if TYPE_CHECKING:
+    from resihp.wrapper.job_files.contents import ProgressFile
 
 Row = dict[str, Any]
 
@@ -77,6 +80,31 @@ def progress(goal: Goal, iterations: Sequence[Row], now: datetime, *, running: b
         values["stuck"] = age_s > longest_s(recent)
         values["eta_seconds"] = None if pace_s is None or values["stuck"] else max(remaining * pace_s - age_s, 0.0)
     return values
+
+
+def recent_rows(file: ProgressFile) -> list[Row]:
+    """Return the last iterations in a progress file as rows. Raises ValueError, OverflowError or OSError for a time
+    that the calendar cannot express."""
+    return [
+        {**msgspec.structs.asdict(iteration), "finished_at": datetime.fromtimestamp(iteration.finished_at, UTC)}
+        for iteration in file.recent
+    ]
+
+
+def progress_in(file: ProgressFile, now_s: float) -> Row | None:
+    """Return the progress of a running job, and its nodes and layout, from its progress file; None for a file with
+    impossible times."""
+    trains = Goal(iterations=file.target, resume_from=file.resumed_from)
+    try:
+        figures = progress(trains, recent_rows(file), datetime.fromtimestamp(now_s, UTC), running=True)
+    except (ValueError, OverflowError, OSError):
+        return None
+    return {
+        **figures,
+        "nodes": file.nodes,
+        "gpus_per_node": file.gpus_per_node,
+        "layout": file.layout or None,
+    }
 
 
 def longest_s(recent: Sequence[Row]) -> float:

@@ -121,6 +121,8 @@ def asked(configuration: Configuration) -> ListenerSettings:
         command=hooks.command,
         events=hooks.events,
         timeout_s=hooks.timeout,
+        audit=configuration.site.audit,
+        share=configuration.site.share,
     )
 
 
@@ -144,6 +146,8 @@ def listeners(
     figures = cache(partial(_figures, past))  # computed once, and only on demand, as it may read a million iterations
     openers: dict[str, Callable[[], list[Listener]]] = {
         "hooks": lambda: _hooks(request, say, past, history),
+        "audit": lambda: _audit(request, say, past, history),
+        "share": lambda: _shared_summary(request, say, past, history),
         "tensorboard": lambda: _tensorboard(request, say, figures),
         "traces": lambda: _traces(request, say, past),
         "metrics": lambda: _metrics(request, say, figures, past, lambda: standing(ledger, opened_listeners)),
@@ -184,7 +188,7 @@ def _hooks(
     wanted = request.listening
     if not (wanted.command or wanted.webhook or wanted.webhook_file):
         return []
-    from resihp.wrapper.sinks.hooks import Hook, command, url_in, webhook
+    from resihp.wrapper.sinks.hooks import Hook, command, entries_of, url_in, webhook
 
     ways: dict[str, Callable[[bytes], None]] = {}
     if wanted.command:
@@ -194,7 +198,7 @@ def _hooks(
     folder = request.of_job.folder
     return [
         Hook(
-            *(name, way, request.job, wanted.events),
+            *(name, way, request.job, entries_of(wanted.events)),
             noted=folder / f"{name}.told",
             say=say,
             past=past,
@@ -202,6 +206,39 @@ def _hooks(
         )
         for name, way in ways.items()
     ]
+
+
+def _audit(
+    request: RunRequest, say: Callable[[str], None], past: Sequence[Record], history: JobHistory | None
+) -> list[Listener]:
+    if not request.listening.audit or request.slurm is None:
+        return []
+    from resihp.wrapper.sinks.audit import DECISION_ENTRIES, line_of
+    from resihp.wrapper.sinks.hooks import Hook
+    from resihp.wrapper.site_folders.audit import append
+
+    cluster = request.slurm.cluster
+    return [
+        Hook(
+            *("audit", partial(append, Path(request.listening.audit)), request.job, DECISION_ENTRIES),
+            noted=request.of_job.folder / "audit.told",
+            say=say,
+            past=past,
+            history=history,
+            encode=lambda record, mended: line_of(cluster, request.job, record),
+        )
+    ]
+
+
+def _shared_summary(
+    request: RunRequest, say: Callable[[str], None], past: Sequence[Record], history: JobHistory | None
+) -> list[Listener]:
+    if not request.listening.share or request.slurm is None:
+        return []
+    from resihp.wrapper.sinks.shared_summary import SharedSummary
+
+    folder, cluster = Path(request.listening.share), request.slurm.cluster
+    return [SharedSummary(folder, cluster, request.job, say=say, past=past, history=history)]
 
 
 def _figures(past: Sequence[Record]) -> Figures:

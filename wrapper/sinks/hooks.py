@@ -21,9 +21,10 @@ import signal
 import socket
 import subprocess
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -92,6 +93,11 @@ def event_of(entry: journal.AnyEntry) -> str | None:
     return _EVENT_OF.get(type(entry))
 
 
+def entries_of(events: Iterable[str]) -> frozenset[type[journal.Entry]]:
+    """Return the kinds of journal entries that these events cover."""
+    return frozenset(kind for event in events for kind in EVENT_ENTRIES[event])
+
+
 def document(job: str, record: journal.Record, mended: RecoveryTimes | None = None) -> dict[str, Any]:
     """Return the JSON document about a record. Names and reasons are not escaped. `mended`: recovery times, as for
     `explain`."""
@@ -132,7 +138,8 @@ class Hook:
 
     `deliver` delivers a document, or raises UndeliveredError or OSError. `noted`: file with the number of the last
     delivered record. `past`: records written under earlier leaders; those after the last delivered record are delivered
-    now. `history`: the job's history, shared with other listeners; None to build one.
+    now. `history`: the job's history, shared with other listeners; None to build one. `kinds`: the entries to deliver.
+    `encode` returns what to deliver for a record; None for the JSON document of `document`.
     """
 
     def __init__(
@@ -140,18 +147,19 @@ class Hook:
         name: str,
         deliver: Callable[[bytes], None],
         job: str,
-        events: Sequence[str],
+        kinds: Collection[type[journal.Entry]],
         *,
         noted: Path,
         say: Callable[[str], None],
         past: Sequence[journal.Record] = (),
         history: JobHistory | None = None,
         pauses_s: tuple[float, ...] = RETRY_PAUSES_S,
+        encode: Callable[[journal.Record, RecoveryTimes | None], bytes] | None = None,
     ) -> None:
         self.name = name
+        self._encode = encode or partial(_encoded_document, job)
         self._send = deliver
-        self._job = job
-        self._events = frozenset(events)
+        self._kinds = frozenset(kinds)
         self._noted = noted
         self._delivered: int | None = None if past else 0
         self._queue = BackgroundQueue(f"hook {name}", self._deliver, say, pauses_s=pauses_s)
@@ -169,7 +177,7 @@ class Hook:
         order, since it also updates the history."""
         self._history.follow(record)
         entry = record.entry
-        if event_of(entry) not in self._events:
+        if type(entry) not in self._kinds:
             return None
         mended = self._history.recovery(entry, record.at) if isinstance(entry, journal.Reconfigured) else None
         return _HookEvent(record, mended)
@@ -189,9 +197,13 @@ class Hook:
             self._delivered = _number(self._noted)
         if record.seq <= self._delivered:
             return
-        self._send(json.dumps(document(self._job, record, event.mended), default=str).encode())
+        self._send(self._encode(record, event.mended))
         with suppress(OSError):  # if this fails, a later supervisor delivers the event again
             write_private(self._noted, str(record.seq).encode())
+
+
+def _encoded_document(job: str, record: journal.Record, mended: RecoveryTimes | None) -> bytes:
+    return json.dumps(document(job, record, mended), default=str).encode()
 
 
 def _number(path: Path) -> int:

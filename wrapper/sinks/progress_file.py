@@ -49,6 +49,24 @@ def after(progress: ProgressFile, record: journal.Record) -> ProgressFile:
             return progress
 
 
+class ProgressSoFar:
+    """The progress of a job after the records that it has followed. `history`: the job's history, shared with other
+    listeners; None to build one."""
+
+    def __init__(self, history: JobHistory | None = None) -> None:
+        self.progress = ProgressFile(began_at=0.0, written_at=0.0, nodes=0, gpus_per_node=0)
+        self._history = history or JobHistory(plans_kept=1)
+        self._shown_plan: PastPlan | None = None
+
+    def follow(self, record: journal.Record) -> None:
+        self.progress = after(self.progress, record)
+        self._history.follow(record)
+        if (plan := self._history.shown_plan) is not self._shown_plan:
+            self._shown_plan = plan
+            layout = "" if plan is None else plan.description
+            self.progress = msgspec.structs.replace(self.progress, layout=layout)
+
+
 class ProgressFileWriter:
     """A listener that writes the progress file. `past`: the records written under earlier leaders."""
 
@@ -66,9 +84,7 @@ class ProgressFileWriter:
         self._uuid = ""
         """The job's id, from the first record of its journal; empty once it is written to job.json."""
         self._clock = clock
-        self._progress = ProgressFile(began_at=0.0, written_at=0.0, nodes=0, gpus_per_node=0)
-        self._history = history or JobHistory(plans_kept=1)
-        self._shown_plan: PastPlan | None = None
+        self._so_far = ProgressSoFar(history)
         for record in past:
             self._follow(record)
         self._began_at: float | None = None
@@ -81,9 +97,9 @@ class ProgressFileWriter:
         self._thread.start()
 
     def submit(self, record: journal.Record) -> None:
-        before = self._progress
+        before = self._so_far.progress
         self._follow(record)
-        if self._progress is not before:
+        if self._so_far.progress is not before:
             self._changed.set()
 
     def close(self, deadline: float) -> None:
@@ -94,12 +110,7 @@ class ProgressFileWriter:
     def _follow(self, record: journal.Record) -> None:
         if isinstance(record.entry, journal.JobStarted) and record.seq == 1:
             self._uuid = job_uuid(record)
-        self._progress = after(self._progress, record)
-        self._history.follow(record)
-        if (plan := self._history.shown_plan) is not self._shown_plan:
-            self._shown_plan = plan
-            layout = "" if plan is None else plan.description
-            self._progress = msgspec.structs.replace(self._progress, layout=layout)
+        self._so_far.follow(record)
 
     def _run(self) -> None:
         while True:
@@ -117,7 +128,7 @@ class ProgressFileWriter:
             if self._uuid:
                 self._job.set_uuid(self._uuid)
                 self._uuid = ""
-            progress = msgspec.structs.replace(self._progress, began_at=self._began_at, written_at=self._clock())
+            progress = msgspec.structs.replace(self._so_far.progress, began_at=self._began_at, written_at=self._clock())
             write_private(self._job.progress_file, msgspec.json.encode(progress))
             self._failed = False
         except (OSError, JobNotFoundError) as error:

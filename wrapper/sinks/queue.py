@@ -34,7 +34,7 @@ class UndeliveredError(ResihpError):
 class BackgroundQueue(Generic[_Item]):
     """A bounded queue and the thread that works it off. `put` never waits, and may be called from any thread.
 
-    `work` processes one item, in the queue's thread; it raises UndeliveredError or OSError if it fails. `pauses_s`: the
+    `work` processes one item, in the queue's thread; it raises ResihpError or OSError if it fails. `pauses_s`: the
     pauses between attempts for one item; there is one more attempt than pauses. `say` reports failures, from the
     queue's thread. `closing` is set by `close`: work must then end by the deadline.
     """
@@ -105,7 +105,7 @@ class BackgroundQueue(Generic[_Item]):
         for pause_s in (*self._pauses_s, None):
             try:
                 self._work(item)
-            except (UndeliveredError, OSError) as error:
+            except (ResihpError, OSError) as error:
                 worth_it = not isinstance(error, UndeliveredError) or error.again
                 text = str(error)
             except Exception as error:  # noqa: BLE001 - a bug of ours must not stop later items

@@ -103,7 +103,7 @@ class Nodes:
             now=self._now(),
             exclude_s=EXCLUSION_S[action.grounds],
             measure=action.measure,
-            most_drained=self._main.most_drained,
+            limits=self._main.limits,
         )
 
     def exclude_unfinished(self) -> Done:

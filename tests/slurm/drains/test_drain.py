@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from resihp.slurm.client import PREFIX, NodeView
 from resihp.slurm.drains.drain import Step, climb, descend
 from resihp.slurm.drains.exclusions import EXCLUSION_S, Exclusions
+from resihp.slurm.drains.site_limits import DrainLimits, most_of
 from resihp.slurm.rate_limited import Polite
 from tests.slurm.fake_slurm import FakeSlurm
 
@@ -131,16 +133,63 @@ def test_what_is_not_to_be_drained_is_only_left_out(operator: Ladder) -> None:
 def test_no_more_nodes_are_drained_than_the_site_allows(operator: Ladder) -> None:
     operator.drained_by("bob", f"{PREFIX}job 4 lost rank 1: Xid 79", "n1")
     operator.drained_by("root", "disk", "n2")
-    steps = operator.climb("n3", most_drained=1)
+    steps = operator.climb("n3", limits=DrainLimits(drained=1))
     assert outcomes(steps) == {"slurm": "refused", "exclusion": "done"}, "nor is the hook asked"
     assert "the site allows 1 at a time; try: sinfo -R | grep resihp:" in steps[0].text
     assert not operator.slurm.node_views["n3"].draining
-    assert outcomes(operator.climb("n3", most_drained=2))["slurm"] == "done"
+    assert outcomes(operator.climb("n3", limits=DrainLimits(drained=2)))["slurm"] == "done"
+
+
+@pytest.mark.parametrize(("share", "nodes", "most"), [(0.02, 200, 4), (0.02, 49, 1), (0.1, 30, 3), (0.29, 100, 29)])
+def test_a_share_is_rounded_down_but_is_a_node_at_least(share: float, nodes: int, most: int) -> None:
+    assert most_of(share, nodes) == most
+
+
+def test_a_share_of_the_partition_is_counted_in_it(tmp_path: Path) -> None:
+    operator = Ladder(tmp_path, operator=True, nodes=tuple(f"n{number}" for number in range(1, 11)))
+    limits = DrainLimits(drained_share=0.2, partition="main")
+    operator.drained_by("bob", f"{PREFIX}job 4 lost rank 1: Xid 79", "n9")
+    assert outcomes(operator.climb("n2", limits=limits))["slurm"] == "done"
+    steps = operator.climb("n3", limits=limits)
+    assert outcomes(steps) == {"slurm": "refused", "exclusion": "done"}
+    assert steps[0].text == (
+        "node n3: not drained: 2 nodes of partition main are drained with our reason, and the site allows 20 % of its "
+        "10 nodes at a time, which is 2; try: sinfo -R | grep resihp:"
+    )
+    elsewhere = DrainLimits(drained_share=0.2, partition="other")
+    assert outcomes(operator.climb("n3", limits=elsewhere))["slurm"] == "done", "no node of it is drained"
+    unknown = operator.climb("n4", limits=DrainLimits(drained_share=0.2), allowed_nodes=("n4",))
+    assert "the job's partition is not known" in unknown[0].text
+
+
+def test_jobs_of_one_user_drain_so_many_nodes_an_hour(tmp_path: Path) -> None:
+    """Whichever job it was, and whether it was scontrol or the site's hook; older drains and those of others count
+    not."""
+    operator = Ladder(tmp_path, operator=True, nodes=tuple(f"n{number}" for number in range(1, 9)))
+    me = pwd.getpwuid(os.getuid()).pw_name
+    limits = DrainLimits(user_drains_per_hour=2)
+    for node, who, reason, age_s in (
+        ("n4", me, f"{PREFIX}job 4 lost rank 1: Xid 79", 3000.0),
+        ("n5", me, f"{PREFIX}job 5 lost rank 1: Xid 79", 4000.0),
+        ("n6", "bob", f"{PREFIX}job 6 lost rank 1: Xid 79", 10.0),
+        ("n7", me, "disk", 10.0),
+    ):
+        operator.slurm.set_node(node, flags=frozenset({"drain"}), reason=reason, reason_by=who, reason_at=NOW - age_s)
+    assert outcomes(operator.climb("n2", limits=limits))["slurm"] == "done"
+    operator.slurm.set_node("n2", reason_by=me, reason_at=NOW)
+    steps = operator.climb("n3", limits=limits)
+    assert outcomes(steps) == {"slurm": "refused", "exclusion": "done"}, "nor is the hook asked"
+    assert f"jobs of {me} had 2 nodes drained in the last hour, and the site allows 2; try: sinfo -R" in steps[0].text
+    by_hook = f"{PREFIX}Xid 79 (asked by uid {os.getuid()}, job 9)"
+    operator.slurm.set_node("n2", reason=by_hook, reason_by="slurm")
+    assert outcomes(operator.climb("n3", limits=limits))["slurm"] == "refused"
+    operator.slurm.set_node("n2", flags=frozenset(), reason="", reason_by="")
+    assert outcomes(operator.climb("n3", limits=limits))["slurm"] == "done", "it was undrained"
 
 
 def test_where_it_is_not_known_how_many_are_drained_none_is(operator: Ladder) -> None:
     operator.slurm.refuse["drained"] = "Access denied"
-    assert outcomes(operator.climb("n3", most_drained=9))["slurm"] == "refused"
+    assert outcomes(operator.climb("n3", limits=DrainLimits(drained=9)))["slurm"] == "refused"
     assert not operator.slurm.node_views["n3"].draining
 
 

@@ -13,9 +13,11 @@ import pytest
 
 from resihp.errors import ConfigurationError
 from resihp.settings import Detection, ProbeLimits, Settings
+from resihp.slurm.drains.site_limits import DrainLimits
 from resihp.wrapper.commands import run
 from resihp.wrapper.config import schema
 from resihp.wrapper.config.schema import Configuration
+from resihp.wrapper.config.site_limits import drain_limits
 from resihp.wrapper.config.sources import read
 
 SECTIONS = {
@@ -210,6 +212,20 @@ def test_slurm_and_container_from_a_job_file(fresh_home: Path) -> None:
     assert found.slurm.extra == ("--mail-type=END", "--contiguous")
     assert found.container.mounts == ("/data", "/a:/b:ro")
     assert (read({}).slurm.warning, read({}).slurm.replacement_min_left, read({}).container.runtime) == (300, 1800, "")
+
+
+def test_a_sites_limits_on_drains_are_counts_or_shares(fresh_home: Path) -> None:
+    def limits(drained: str, *partitions: str) -> DrainLimits:
+        etc = toml(fresh_home / "etc.toml", f"[site]\ndrained = {drained}\nuser_drains_per_hour = 3\n")
+        return drain_limits(read({}, site=(etc,), authority=etc), *partitions)
+
+    assert limits("4", "gpu") == DrainLimits(drained=4, partition="gpu", user_drains_per_hour=3)
+    share = DrainLimits(drained_share=0.025, partition="gpu,spare", user_drains_per_hour=3)
+    assert limits("'2.5%'", "gpu", "", "spare", "gpu") == share
+    text = r"etc\.toml: \[site\] drained: must be a whole number, 0 or more, or a share"
+    for wrong in ("-1", "true", "'0%'", "'101%'", "'2'", "0.02", "'-2%'"):
+        with pytest.raises(ConfigurationError, match=text):
+            limits(wrong)
 
 
 def test_a_site_bounds_what_users_ask_for(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

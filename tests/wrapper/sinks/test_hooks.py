@@ -23,6 +23,7 @@ from resihp.wrapper.sinks.hooks import (
     checked,
     command,
     document,
+    entries_of,
     event_of,
     masked,
     url_in,
@@ -81,7 +82,9 @@ def site() -> Iterator[Site]:
 def hook(tell: Callable[[bytes], None], folder: Path, said: list[str], **arguments: Any) -> Hook:
     events = arguments.pop("events", ALL)
     pauses_s = arguments.pop("pauses_s", (0.0, 0.0))
-    return Hook("h", tell, "j", events, noted=folder / "told-h", say=said.append, pauses_s=pauses_s, **arguments)
+    return Hook(
+        "h", tell, "j", entries_of(events), noted=folder / "told-h", say=said.append, pauses_s=pauses_s, **arguments
+    )
 
 
 def soon() -> float:

@@ -17,6 +17,7 @@ from resihp.record import journal
 from resihp.slurm import replacement
 from resihp.slurm.client import Gres, JobRequest, NodeView
 from resihp.slurm.drains.exclusions import Exclusions
+from resihp.slurm.drains.site_limits import DrainLimits
 from resihp.slurm.errors import SlurmRefusedError, SlurmUnavailableError
 from resihp.slurm.rate_limited import Polite
 from resihp.slurm.replacement import ReplacementJob
@@ -395,7 +396,7 @@ def test_a_node_that_is_only_left_out_is_so_for_as_long_as_its_grounds_ask(
 def test_the_sites_own_cap_holds_for_what_a_job_drains(tmp_path: Path) -> None:
     desk = Desk(tmp_path, operator=True)
     assert desk.request.slurm is not None
-    slurm = msgspec.structs.replace(desk.request.slurm, most_drained=1)
+    slurm = msgspec.structs.replace(desk.request.slurm, limits=DrainLimits(drained=1))
     desk.request = msgspec.structs.replace(desk.request, slurm=slurm)
     desk.another()
     desk.slurm.set_node("n6", flags=frozenset({"drain"}), reason="resihp: job 5 lost rank 1: Xid 79")

@@ -97,7 +97,7 @@ def here(job_file: Path | None = None) -> dict[str, Check]:
     """Return the checks of this machine."""
     from resihp.wrapper.commands.doctor import machine, places, training_libraries
 
-    return {
+    checks_here: dict[str, Check] = {
         "configuration": lambda: places.configuration(job_file),
         "python": machine.python,
         "packages": machine.packages,
@@ -109,6 +109,19 @@ def here(job_file: Path | None = None) -> dict[str, Check]:
         "ledger": lambda: places.ledger(job_file),
         "ports": places.ports,
     }
+    if _has_site_folders(job_file):
+        checks_here["site"] = lambda: places.site_folders(job_file)
+    return checks_here
+
+
+def _has_site_folders(job_file: Path | None) -> bool:
+    from resihp.wrapper.config.sources import read
+
+    try:
+        site = read({}, job_file).site
+    except ResihpError:
+        return False  # the check of the configuration reports the error
+    return bool(site.audit or site.share)
 
 
 def _nodes_of(job_file: Path | None) -> int:

@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from sqlalchemy.exc import DBAPIError
@@ -31,6 +32,10 @@ from resihp.wrapper.config.program import missing_script
 from resihp.wrapper.config.sources import read, site_files
 from resihp.wrapper.job_folder import NO_LOCKS
 from resihp.wrapper.sinks.fanout import asked
+from resihp.wrapper.site_folders import audit
+from resihp.wrapper.site_folders.audit import AUDIT_KEY
+from resihp.wrapper.site_folders.folder import check_writable
+from resihp.wrapper.site_folders.summaries import SHARE_KEY
 from resihp.wrapper.strict_modes import check_above, check_folder
 
 MIN_FREE_BYTES = 1 << 30
@@ -161,6 +166,21 @@ def configuration(job_file: Path | None = None) -> Iterator[CheckResult]:
         yield CheckResult(check="configuration", outcome="failed", text=script_error, advice=advice)
         return
     yield CheckResult(check="configuration", outcome="ok", text=", ".join(files) or "no file; all defaults")
+
+
+def site_folders(job_file: Path | None = None) -> Iterator[CheckResult]:
+    """Check the folders of [site] that jobs write to. Nothing is written: the lines there are the site's records."""
+    site = read({}, job_file).site
+    for setting, check in ((AUDIT_KEY, audit.check), (SHARE_KEY, partial(check_writable, setting=SHARE_KEY))):
+        if not (named := getattr(site, setting)):
+            continue
+        try:
+            check(Path(named))
+        except ResihpError as error:
+            text = f"{error}; jobs run all the same, without it"
+            yield CheckResult(check="site", outcome="warning", text=text)
+        else:
+            yield CheckResult(check="site", outcome="ok", text=f"[site] {setting} {named}: jobs can write there")
 
 
 def ledger(job_file: Path | None = None) -> Iterator[CheckResult]:

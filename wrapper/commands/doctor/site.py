@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from resihp.slurm.drains.site_limits import most_of
 from resihp.words import count_of
 from resihp.wrapper.commands.doctor.machine import CheckResult, Outcome
 from resihp.wrapper.exit_codes import EXIT_CODES, REQUEUE_REQUESTED
@@ -124,6 +125,16 @@ def replacement_partition(
         yield finding("failed", "takes no job of one node (MinNodes), and each replacement is one", advice)
     else:
         yield finding("ok", "takes jobs of one node", "")
+
+
+def drained_share(views: Sequence[PartitionView], name: str, share: float | None) -> Iterator[CheckResult]:
+    """Report how many nodes of a partition the site lets jobs drain, if its limit is a share. `views`: the nodes of all
+    partitions, by kind."""
+    nodes = sum(view.nodes for view in views if view.name == name)
+    if share is not None and nodes:
+        allowed = f"{most_of(share, nodes)} of its {count_of(nodes, 'node')}"
+        text = f"{name}: jobs have at most {allowed} drained at a time ([site] drained, {100 * share:g} %)"
+        yield CheckResult(check="drain", outcome="ok", text=text)
 
 
 def _time(

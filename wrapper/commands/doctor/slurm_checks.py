@@ -20,7 +20,7 @@ from resihp.wrapper.commands.doctor import site, slurm_settings
 from resihp.wrapper.commands.doctor.machine import CheckResult, Outcome
 from resihp.wrapper.config.schema import Configuration
 from resihp.wrapper.config.sources import read
-from resihp.wrapper.config.values import ports_of
+from resihp.wrapper.config.values import ports_of, share_of
 from resihp.wrapper.job_files.registered import user_name
 from resihp.wrapper.job_folder import home
 from resihp.wrapper.launch.allocation import batch_script, find, job_id, no_kill_seen
@@ -124,6 +124,7 @@ class SlurmChecks:
         views = self._survey.partitions()
         yield from slurm_settings.partitions(views, configuration.slurm.partition)
         for name in slurm_settings.chosen(views, configuration.slurm.partition):
+            yield from site.drained_share(views, name, share_of(configuration.site.drained))
             if kinds := [view for view in views if view.name == name and view.up]:
                 yield from site.shape(kinds, self._survey.rules(name), job)
         if job.replacements and job.replaced_elsewhere:

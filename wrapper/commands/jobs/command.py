@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from resihp.errors import UsageError
 from resihp.wrapper.output.answers import SCHEMA, JsonOption, console, message, to_json
 
 
@@ -23,15 +24,25 @@ def register(app: typer.Typer) -> None:
 
 def jobs(
     include_old: Annotated[bool, typer.Option("--all", help="Also jobs that ended over a day ago.")] = False,
+    all_users: Annotated[
+        bool, typer.Option("--all-users", help="Running jobs of all users, where the site shares them.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """List your jobs of all folders: running jobs, and those that ended in the last day.
 
     Other commands accept a job's name, from any folder, or the folder shown here.
     """
-    from resihp.wrapper.commands.jobs.listing import listed
+    if all_users and include_old:
+        raise UsageError("--all-users lists running jobs only; leave out --all")
+    if all_users:
+        from resihp.wrapper.commands.jobs.shared import listed_of_all_users
 
-    rows, hidden = listed(include_old=include_old, now_s=time.time(), say=message)
+        rows, hidden = listed_of_all_users(time.time(), message), 0
+    else:
+        from resihp.wrapper.commands.jobs.listing import listed
+
+        rows, hidden = listed(include_old=include_old, now_s=time.time(), say=message)
     if as_json:
         print(to_json({"schema": SCHEMA, "rows": rows}))
     elif rows:
@@ -46,4 +57,4 @@ def jobs(
     if hidden and not as_json:
         message(f"{hidden} more ended earlier: resihp jobs --all")
     elif not rows:
-        message("you have no jobs; start one with resihp run")
+        message("no job runs" if all_users else "you have no jobs; start one with resihp run")

@@ -272,28 +272,15 @@ def _reported_progress(entry: KnownJob, now_s: float) -> Row | None:
     None if the file is missing or too old. In that case, the ledger shows whether the job is stuck or the folder was
     not writable.
     """
-    from resihp.wrapper.output.progress import Goal, longest_s, progress
+    from resihp.wrapper.output.progress import longest_s, progress_in, recent_rows
 
     file = job_of(entry).progress(entry.began_at)
-    if file is None:
+    figures = None if file is None else progress_in(file, now_s)
+    if file is None or figures is None:
         return None
-    try:
-        recent = [
-            {**msgspec.structs.asdict(iteration), "finished_at": datetime.fromtimestamp(iteration.finished_at, UTC)}
-            for iteration in file.recent
-        ]
-        trains = Goal(iterations=file.target, resume_from=file.resumed_from)
-        figures = progress(trains, recent, datetime.fromtimestamp(now_s, UTC), running=True)
-    except (ValueError, OverflowError, OSError):
-        return None  # a time that the calendar cannot express
-    if now_s - (file.recent[-1].finished_at if file.recent else file.written_at) > longest_s(recent):
+    if now_s - (file.recent[-1].finished_at if file.recent else file.written_at) > longest_s(recent_rows(file)):
         return None
-    return {
-        **figures,
-        "nodes": file.nodes,
-        "gpus_per_node": file.gpus_per_node,
-        "layout": file.layout or None,
-    }
+    return figures
 
 
 def _time(seconds: float | None) -> datetime | None:

@@ -30,22 +30,26 @@ def lines(rows: Sequence[Row], width: int | None, now: datetime | None = None) -
     """Return the output of `jobs`, in lines of `width` columns; None: as wide as necessary."""
     now = now or datetime.now(UTC)
     cells = [_cells(row, now) for row in rows]
-    widths = [max(map(len, column)) for column in zip(COLUMN_HEADINGS, *cells, strict=True)]
+    headings: tuple[str, ...] = COLUMN_HEADINGS
+    if any(row["folder"] is None for row in rows):  # jobs of all users
+        cells = [[*cell, one_line(row["user"])] for row, cell in zip(rows, cells, strict=True)]
+        headings = (*COLUMN_HEADINGS, "user")
+    widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
     fits = width is None or sum(widths) + len(COLUMN_GAP) * (len(widths) - 1) <= width
-    text_lines = [_line(COLUMN_HEADINGS, widths, "bold", "bold")] if fits else []
+    text_lines = [_line(headings, widths, "bold", "bold")] if fits else []
     for row, cell in zip(rows, cells, strict=True):
         colour = "bold yellow" if row["stuck"] else STATE_COLOURS.get(row["state"], "bold red")
         if fits:
             text_lines.append(_line(cell, widths, "", colour))
         else:
             labelled_cells = [
-                f"{heading} {text}" if heading in ("last", "ETA", "loss", "iteration") else text
-                for heading, text in zip(COLUMN_HEADINGS, cell, strict=True)
+                f"{heading} {text}" if heading in ("last", "ETA", "loss", "iteration", "user") else text
+                for heading, text in zip(headings, cell, strict=True)
                 if text != "-"
             ]
             text_lines += _wrapped(labelled_cells, width or 0)
-        where = [one_line(row["layout"])] if row["layout"] else []
-        text_lines += [Text(line.plain, style="dim") for line in _wrapped(["", *where, one_line(row["folder"])], width)]
+        where = [one_line(row[key]) for key in ("layout", "folder", "event") if row.get(key)]
+        text_lines += [Text(line.plain, style="dim") for line in _wrapped(["", *where], width)]
     return text_lines
 
 

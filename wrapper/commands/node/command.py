@@ -13,6 +13,7 @@ import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +22,7 @@ import typer
 
 from resihp.errors import OwnershipError, UsageError
 from resihp.wrapper.commands.node import maintenance
+from resihp.wrapper.commands.node.audited import audited
 from resihp.wrapper.commands.node.holding import holder, home_of, lists_with, user
 from resihp.wrapper.commands.node.maintenance import connect
 from resihp.wrapper.output.answers import message
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from resihp.slurm.client import Slurm
     from resihp.slurm.drains.drain import Step
     from resihp.slurm.drains.exclusions import Exclusions
+    from resihp.slurm.drains.site_limits import DrainLimits
 
 JSON_SCHEMA = 1
 
@@ -87,9 +90,9 @@ def drain(
         exclusions=exclusions,
         now=time.time(),
         exclude_s=_seconds(keep_out),
-        most_drained=_most_drained(),
+        limits=_limits(slurm, holding_job.id),
     )
-    outcomes = _print(steps, as_json)
+    outcomes = _print(audited(steps, exclusions.cluster, holding_job.id, node), as_json)
     _report_other_home(exclusions)
     if not _reached(outcomes):
         unsure = "unknown" in outcomes.values()
@@ -119,7 +122,7 @@ def undrain(node: NodeArgument, job: JobOption = None, spool: SpoolOption = None
         now=time.time(),
         user=user(),
     )
-    outcomes = _print(steps, as_json)
+    outcomes = _print(audited(steps, exclusions.cluster, job or "", node, undrains=True), as_json)
     _report_other_home(exclusions)
     if (own_list := own(exclusions.cluster)) is not None and own_list.path.exists() and own_list.remove(node):
         message(f"node {node}: also removed from the nodes excluded by hand")
@@ -232,10 +235,19 @@ def _spool(given: Path | None) -> Path | None:
     return folder_of(str(given) if given else read({}).slurm.spool)
 
 
-def _most_drained() -> int | None:
+def _limits(slurm: Slurm, job_id: str) -> DrainLimits:
+    """Return the site's limits on drains. A limit that is a share refers to the partition of the job, or else to the
+    configured one."""
+    from resihp.slurm.errors import SlurmError
+    from resihp.wrapper.config.site_limits import drain_limits
     from resihp.wrapper.config.sources import read
 
-    return read({}).site.drained
+    configuration = read({})
+    partition = configuration.slurm.partition
+    if isinstance(configuration.site.drained, str):
+        with suppress(SlurmError):  # the job has ended, for example
+            partition = slurm.node_choice(job_id).partition or partition
+    return drain_limits(configuration, partition)
 
 
 def _exclusions(slurm: Slurm, other_home: Path | None = None) -> Exclusions:

@@ -6,11 +6,13 @@ function.
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
 
-from resihp.wrapper.output.answers import JobArgument, JsonOption, LedgerOption, console, to_json
+from resihp.errors import JobNotFoundError
+from resihp.wrapper.output.answers import SCHEMA, JobArgument, JsonOption, LedgerOption, console, to_json
 from resihp.wrapper.output.ledgers import folder_of, opened, pinned
 
 
@@ -29,8 +31,16 @@ def status(
 
     Exit code 1 if the job has failed; 0 while it runs, after it has completed,
     and after it was stopped on request.
+
+    Of a job whose folder you cannot read, its summary is shown if it shares one
+    with the site.
     """
-    job = pinned(job, ledger)
+    try:
+        job = pinned(job, ledger)
+    except JobNotFoundError:
+        if job is None or not _show_shared(job, as_json):
+            raise
+        return
     if watch:
         from resihp.wrapper.commands.watch.command import watch as follow
 
@@ -47,6 +57,20 @@ def status(
         screen = console()
         screen.print(render_status(state, screen.width))
     raise typer.Exit(exit_code_of_state(state["state"]))
+
+
+def _show_shared(job: str, as_json: bool) -> bool:
+    """Show what a job of this name shares with the site; return False if none does."""
+    from resihp.wrapper.commands.jobs.shared import shared_rows_of
+    from resihp.wrapper.commands.status.shared import shared_lines
+
+    now = datetime.now(UTC)
+    rows = shared_rows_of(job, now.timestamp())
+    if as_json and rows:
+        print(to_json({"schema": SCHEMA, "shared": rows}))
+    elif rows:
+        print("\n\n".join("\n".join(shared_lines(row, now)) for row in rows))
+    return bool(rows)
 
 
 def exit_code_of_state(state: str) -> int:

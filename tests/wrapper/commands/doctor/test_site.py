@@ -228,3 +228,10 @@ def test_slurm_is_asked_about_the_very_job_of_the_file(tmp_path: Path, section: 
 def test_how_many_nodes_can_be_given_back(version: tuple[int, int, int], accounting: str, told: bool) -> None:
     settings = {"AccountingStorageType": f"accounting_storage/{accounting}"}
     assert bool(list(slurm_settings.releases_nodes(version, settings))) == told
+
+
+def test_a_limit_that_is_a_share_is_told_in_nodes() -> None:
+    views = [partition(name="gpu", nodes=120), partition(name="gpu", nodes=80), partition(name="cpu", nodes=900)]
+    (finding,) = site.drained_share(views, "gpu", 0.02)
+    assert finding.text == "gpu: jobs have at most 4 of its 200 nodes drained at a time ([site] drained, 2 %)"
+    assert list(site.drained_share(views, "gpu", None)) == list(site.drained_share(views, "none", 0.02)) == []

@@ -1,0 +1,20 @@
+"""A folder as a site makes it, for whoever runs the tests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from resihp.wrapper.site_folders import folder as site_folder
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What root makes on a real site; here whoever runs the tests."""
+    monkeypatch.setattr(site_folder, "ADMINISTRATOR_UID", os.geteuid())
+    made = tmp_path / "site"
+    made.mkdir()
+    made.chmod(0o1733)
+    return made

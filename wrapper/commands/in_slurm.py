@@ -90,6 +90,8 @@ def of_slurm(
         reservation=section.reservation or given.reservation,
         extra=section.extra,
         most_drained=configuration.site.drained,
+        health_command=configuration.site.health_command,
+        health_timeout_s=configuration.site.health_timeout,
         spool=section.spool,
         comment=section.comment,
     )

@@ -56,6 +56,9 @@ class SlurmRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Further options of sbatch."""
     most_drained: int | None = None
     """Most nodes of the cluster that may be drained with our reason at a time, by all jobs together; None: no limit."""
+    health_command: tuple[str, ...] = ()
+    """The site's own health check of a node (`resihp.wrapper.site_check`); empty for none."""
+    health_timeout_s: float = 30.0
     spool: str = ""
     comment: bool = True
 

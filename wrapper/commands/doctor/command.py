@@ -97,6 +97,7 @@ def here(job_file: Path | None = None) -> dict[str, Check]:
     """Return the checks of this machine."""
     from resihp.wrapper.commands.doctor import machine, places, training_libraries
 
+    has_health_command = bool(list(places.health_command()))
     return {
         "configuration": lambda: places.configuration(job_file),
         "python": machine.python,
@@ -108,6 +109,7 @@ def here(job_file: Path | None = None) -> dict[str, Check]:
         "journal": places.journal,
         "ledger": lambda: places.ledger(job_file),
         "ports": places.ports,
+        **({"health command": places.health_command} if has_health_command else {}),
     }
 
 

@@ -228,6 +228,15 @@ class SlurmSees(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class ReservationAhead(Event, frozen=True, kw_only=True):
+    """A reservation begins on nodes of the job in `seconds`, before the job's time limit. Sent for the next one only,
+    when it is first known and whenever it changes. `seconds` is None if the one last reported was cancelled."""
+
+    name: str
+    nodes: tuple[str, ...]
+    seconds: float | None
+
+
 class StopMeaning(Event, frozen=True, kw_only=True):
     """Slurm's answer to the question why the job receives a signal (`journal.JobSignalled`)."""
 
@@ -285,6 +294,7 @@ AnyEvent = (
     | ReleaseAnswered
     | ReplacementNews
     | SlurmSees
+    | ReservationAhead
     | StopMeaning
     | NodesRemembered
     | Thought

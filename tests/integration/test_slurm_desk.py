@@ -259,6 +259,31 @@ def test_a_time_limit_that_is_changed_is_seen(cluster: MakeCluster, monkeypatch:
     desk.close()
 
 
+@pytest.mark.every_slurm
+def test_a_maintenance_reservation_is_seen_and_a_replacement_ends_before_it(
+    cluster: MakeCluster, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = cluster(nodes=4, gpus=2)
+    monkeypatch.setattr(slurm_desk, "FIRST_LOOK_S", 0.5)
+    monkeypatch.setattr(slurm_desk, "RESERVATIONS_EVERY_S", 1.0)
+    desk = Desk(made, 2, ("--time=08:00:00",), partition="main")
+    asked = ("ReservationName=maint", "StartTime=now+2hours", "Duration=60", "User=root", "Nodes=ALL")
+    made.run("scontrol", "create", "reservation", *asked, "Flags=MAINT,IGNORE_JOBS")
+    made.run("scontrol", "create", "reservation", "StartTime=now+1hour", "Duration=9", "User=root", "Nodes=n4")
+    (ahead,) = desk.do(until=lambda: desk.of(api.ReservationAhead))
+    assert (ahead.name, ahead.nodes) == ("maint", desk.names)
+    assert 7000 < ahead.seconds <= 7200
+    ask = api.AskReplacement(replacement=1, exclude=desk.names)
+    desk.do(ask, until=lambda: "running" in desk.state_of(1))
+    news = desk.of(api.ReplacementNews)[-1]
+    print(f"runs on {news.node} with {desk.view(news.slurm_job).seconds_left} s left, maintenance in {ahead.seconds} s")
+    assert news.node == "n3", "n4 is reserved sooner"
+    assert 6500 < desk.view(news.slurm_job).seconds_left < 7100
+    made.run("scontrol", "delete", "ReservationName=maint")
+    desk.do(until=lambda: desk.of(api.ReservationAhead)[-1].seconds is None)
+    desk.close()
+
+
 @pytest.mark.parametrize("how", ["scancel", "time", "preemption"])
 def test_why_a_job_is_signalled(cluster: MakeCluster, how: str) -> None:
     if how == "time" and "RESIHP_SOAK" not in os.environ:

@@ -25,12 +25,12 @@ from resihp.slurm.drains.exclusions import Exclusions
 from resihp.slurm.rate_limited import Polite
 from resihp.slurm.survey import CommandSurvey
 from resihp.wrapper.config.run_spec import RunRequest
-from resihp.wrapper.slurm_tasks.agenda import Agenda, Work
+from resihp.wrapper.slurm_tasks.agenda import Agenda, Done, Work
 from resihp.wrapper.slurm_tasks.comment_writer import CommentWriter
 from resihp.wrapper.slurm_tasks.job_comment import JobComment
 from resihp.wrapper.slurm_tasks.node_checks import Ask, NodeChecks, in_step
 from resihp.wrapper.slurm_tasks.nodes import CHECK_POLL_S, LOOK_EVERY_S, WATCH_PAUSES_S, Nodes
-from resihp.wrapper.slurm_tasks.own_job import OwnJob
+from resihp.wrapper.slurm_tasks.own_job import RESERVATIONS_EVERY_S, OwnJob
 from resihp.wrapper.slurm_tasks.replacements import Replacements, Submit
 
 FIRST_LOOK_S = 60.0
@@ -65,6 +65,8 @@ class SlurmDesk:
         comment, None for no comment. `ask_node`: asks the site's health check on a node; None for srun."""
         assert request.slurm is not None
         self._event = event
+        self._request = request
+        self._own_reservation = request.slurm.reservation
         slurm = slurm or Polite(CommandLine())
         exclusions = Exclusions(request.of_job.folder.parent.parent, request.slurm.cluster)
         self._own_job = OwnJob(request.slurm.job_id, slurm, clock, now)
@@ -80,6 +82,7 @@ class SlurmDesk:
         plan("earlier", 0.0, self._replacements.find_earlier)
         plan("time", 0.0, job.time_left if end_time is None else lambda: job.set_end_time(end_time))
         plan("nodes", FIRST_LOOK_S, self._nodes.look)
+        plan("reservations", FIRST_LOOK_S, self._look_for_reservations)
         self._writer: CommentWriter | None = None
         if comment is not None and request.slurm.comment:
             self._writer = writer = CommentWriter(comment, request.slurm.job_id, slurm, job, clock, now)
@@ -151,6 +154,11 @@ class SlurmDesk:
             self._agenda.plan(key, pause_s, then)
         for event in done.events:
             self._event(event)
+
+    def _look_for_reservations(self) -> Done:
+        names = (*self._request.settings.node_names, *self._replacements.guests(running=True))
+        events = self._own_job.reservations(names, self._own_reservation)
+        return Done(events, [("reservations", RESERVATIONS_EVERY_S, self._look_for_reservations)])
 
     async def close(self) -> None:
         """After the job has ended: do the remaining drains, and cancel all replacement requests, whether or not their

@@ -17,7 +17,15 @@ from resihp.controller.state.examinations import Examination, Inquiry, Rechecks
 from resihp.controller.state.incidents import ArmedFault, Incident
 from resihp.controller.state.iterations import Forecast, IterationReports, Tuning
 from resihp.controller.state.members import Member, Node
-from resihp.controller.state.requests import COINCIDENCE_S, LONE_SIGNAL_S, AgentSignal, Closing, Saves, StopRequest
+from resihp.controller.state.requests import (
+    COINCIDENCE_S,
+    LONE_SIGNAL_S,
+    AgentSignal,
+    Closing,
+    ReservedTime,
+    Saves,
+    StopRequest,
+)
 from resihp.controller.state.transitions import Change, Pause, Transition
 from resihp.controller.state.upkeep import GivingBack, NodeMaintenance
 from resihp.detector.findings import Finding
@@ -73,6 +81,8 @@ class Job:
         """The last signal that each node's agent received from a process other than resihp, by node."""
         self.deadline: float | None = None
         """Time at which Slurm's time limit ends the job; None if it is unknown or there is no limit."""
+        self.reserved: ReservedTime | None = None
+        """The next reservation on nodes of the job, as far as Slurm has reported it."""
         self.maintenance, self.plan_cache, self.saves = NodeMaintenance(), PlanCache(), Saves()
         self.monitor = self.dependencies.monitor(settings.detection)
         """The detector: learns healthy times, and finds slow devices and links."""

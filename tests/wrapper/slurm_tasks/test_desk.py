@@ -16,7 +16,7 @@ from resihp.controller import interface as api
 from resihp.protocol.messages import StepOutcome
 from resihp.record import journal
 from resihp.slurm import replacement
-from resihp.slurm.client import Gres, JobRequest, NodeView
+from resihp.slurm.client import Gres, JobRequest, NodeView, Reservation
 from resihp.slurm.drains.exclusions import Exclusions
 from resihp.slurm.errors import SlurmRefusedError, SlurmUnavailableError
 from resihp.slurm.rate_limited import Polite
@@ -236,7 +236,7 @@ def test_the_comment_tells_how_far_the_job_is_at_a_low_rate(told: Told) -> None:
     for iteration in range(1, 600):
         told.happens(committed(iteration))
         told.desk.wait(1)
-    assert told.desk.calls <= 9
+    assert told.desk.calls <= 10
     told.desk.wait(1)
     assert told.says() == "resihp: iteration 599, loss 2.5000 (2001-09-09 01:46 UTC)"
     assert told.written == 2
@@ -401,6 +401,85 @@ def test_a_bug_in_dealing_with_slurm_does_not_end_the_job(desk: Desk, caplog: py
     desk.ask()
     assert "a bug" in caplog.text
     assert desk.ask(2) == [api.ReplacementNews(replacement=2, state="pending", slurm_job="1", node=None, text="")]
+
+
+# --- reservations -------------------------------------------------------------------------------------------------
+
+
+def reserved(name: str, begins_s: float, *nodes: str, flags: tuple[str, ...] = ("MAINT",)) -> Reservation:
+    begins_at = 1e9 + begins_s
+    return Reservation(name=name, begins_at=begins_at, ends_at=begins_at + 3600, nodes=nodes, flags=frozenset(flags))
+
+
+def in_partition_main(desk: Desk) -> None:
+    """The partition of all nodes of the cluster."""
+    assert desk.request.slurm is not None
+    slurm = msgspec.structs.replace(desk.request.slurm, partition="main")
+    desk.request = msgspec.structs.replace(desk.request, slurm=slurm)
+    desk.another()
+
+
+def test_the_next_reservation_of_a_node_is_told_once(desk: Desk) -> None:
+    desk.slurm.reserved = [
+        reserved("later", 6000, "n1", "n2"),
+        reserved("maint", 5000, "n2", "n6"),
+        reserved("elsewhere", 100, "n6"),
+        reserved("shared", 100, "n1", flags=("FLEX",)),
+        reserved("after", 9000, "n1"),
+    ]
+    desk.wait(70)
+    (ahead,) = desk.of(api.ReservationAhead)
+    assert (ahead.name, ahead.nodes, ahead.seconds) == ("maint", ("n2",), 5000)
+    desk.wait(1300)
+    assert len(desk.of(api.ReservationAhead)) == 1
+    assert desk.slurm.calls["reservations"] == 3
+    desk.slurm.reserved = []
+    desk.wait(700)
+    assert desk.of(api.ReservationAhead)[-1].seconds is None
+
+
+def test_reservations_after_the_jobs_time_limit_or_its_own_are_not_told(desk: Desk) -> None:
+    assert desk.request.slurm is not None
+    slurm = msgspec.structs.replace(desk.request.slurm, reservation="ours")
+    desk.request = msgspec.structs.replace(desk.request, slurm=slurm)
+    desk.another()
+    desk.slurm.reserved = [reserved("after", 7300, "n1"), reserved("ours", 100, "n1")]
+    desk.wait(2000)
+    assert desk.of(api.ReservationAhead) == []
+
+
+def test_a_short_job_does_not_ask_for_reservations(desk: Desk) -> None:
+    desk.ends_at = desk.now + 500
+    desk.wait(400)
+    assert desk.slurm.calls["reservations"] == 0
+
+
+@pytest.mark.parametrize(
+    ("begins_s", "nodes", "seconds"),
+    [
+        (3720, ("n5", "n6"), 3600),
+        (3720, ("n5",), 7200),  # n6 is free for longer
+        (9000, ("n5", "n6"), 7200),
+    ],
+)
+def test_a_replacement_ends_before_a_reservation_of_all_nodes(
+    desk: Desk, begins_s: float, nodes: tuple[str, ...], seconds: float
+) -> None:
+    in_partition_main(desk)
+    desk.slurm.reserved = [reserved("maint", begins_s, *nodes)]
+    desk.ask()
+    (wanted,) = desk.submitted
+    assert wanted.seconds == seconds
+
+
+def test_no_replacement_is_asked_for_where_all_nodes_are_reserved_soon(desk: Desk) -> None:
+    in_partition_main(desk)
+    desk.slurm.reserved = [reserved("now", -60, "n5"), reserved("maint", 1200, "n6")]
+    desk.ask()
+    assert desk.submitted == []
+    (news,) = desk.of(api.ReplacementNews)
+    assert news.state == "refused"
+    assert news.text == "reservation maint begins in 18 min, and no node of the partition is free after it"
 
 
 # --- drains and releases ------------------------------------------------------------------------------------------

@@ -229,8 +229,7 @@ class SlurmSees(Event, frozen=True, kw_only=True):
 
 
 class ReservationAhead(Event, frozen=True, kw_only=True):
-    """A reservation begins on nodes of the job in `seconds`, before the job's time limit. Sent for the next one only,
-    when it is first known and whenever it changes. `seconds` is None if the one last reported was cancelled."""
+    """The next reservation of nodes of the job begins in `seconds`; None: the one last reported was cancelled."""
 
     name: str
     nodes: tuple[str, ...]

@@ -154,10 +154,10 @@ class OwnJob:
         return Done([api.ReleaseAnswered(node=action.node, outcome=outcome, text=text)])
 
 
-def _is_same(one: Reservation, other: Reservation) -> bool:
+def _is_same(before: Reservation, after: Reservation) -> bool:
     """Return whether two views of a reservation do not differ by anything that is reported."""
-    moved_s = abs(one.begins_at - other.begins_at)
-    return one.name == other.name and one.nodes == other.nodes and moved_s < MIN_LIMIT_CHANGE_S
+    moved_s = abs(after.begins_at - before.begins_at)
+    return before.name == after.name and before.nodes == after.nodes and moved_s < MIN_LIMIT_CHANGE_S
 
 
 def meaning_of(view: JobView | None) -> Literal["time-limit", "cancelled", "preempted", "unknown"]:

@@ -154,14 +154,15 @@ def in_time(job: Job) -> bool:
     """Return whether enough time is left for a replacement until the job's time limit, and until a reservation of nodes
     of the job; True if neither is known."""
     ends = [] if job.deadline is None else [job.deadline]
-    if job.reserved is not None and job.reserved.at > job.now:
-        ends.append(job.reserved.at)
+    reserved = job.maintenance.reserved
+    if reserved is not None and reserved.at > job.now:
+        ends.append(reserved.at)
     return all(end - job.now > job.settings.replacement_least_left_s for end in ends)
 
 
 def _nearest_end(job: Job) -> str:
     """Return, in words, what ends the time in which a replacement would be of use."""
-    reserved = job.reserved
+    reserved = job.maintenance.reserved
     if reserved is not None and reserved.at > job.now and (job.deadline is None or reserved.at < job.deadline):
         return f"reservation {reserved.name} of nodes of the job"
     return "the job's time limit"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from resihp.controller import interface as api
 from resihp.controller.state.job import Job
-from resihp.controller.state.requests import ReservedTime
+from resihp.controller.state.upkeep import ReservedTime
 from resihp.record.journal import ReservationSeen
 
 SAVE_LEAD_S = 600.0
@@ -20,14 +20,14 @@ before its time limit."""
 def ahead(job: Job, event: api.ReservationAhead) -> None:
     """Note the next reservation on nodes of the job."""
     nodes = tuple(name for name in event.nodes if name in job.nodes and job.nodes[name].alive)
-    before = job.reserved
+    before = job.maintenance.reserved
     if event.seconds is None or not nodes:
         if before is not None:
-            job.reserved = None
+            job.maintenance.reserved = None
             job.log(ReservationSeen(reservation=before.name, nodes=(), seconds=None))
             job.say("notice", f"reservation {before.name}: no longer ahead of this job")
         return
-    job.reserved = ReservedTime(event.name, nodes, job.now + event.seconds)
+    job.maintenance.reserved = ReservedTime(event.name, nodes, job.now + event.seconds)
     job.log(ReservationSeen(reservation=event.name, nodes=nodes, seconds=event.seconds))
     when = f"begins in {event.seconds / 60:.0f} min on {', '.join(nodes)}"
     job.say("notice", f"reservation {event.name}: {when}; a checkpoint is written {_lead_s(job) / 60:.0f} min before")
@@ -35,7 +35,7 @@ def ahead(job: Job, event: api.ReservationAhead) -> None:
 
 def review(job: Job) -> None:
     """Order a checkpoint if the reservation begins soon. Training goes on."""
-    reserved = job.reserved
+    reserved = job.maintenance.reserved
     if reserved is None or reserved.saves or job.now < reserved.at - _lead_s(job):
         return
     if job.record.trains is None or not job.training or job.stop_request is not None:

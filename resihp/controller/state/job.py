@@ -22,7 +22,6 @@ from resihp.controller.state.requests import (
     LONE_SIGNAL_S,
     AgentSignal,
     Closing,
-    ReservedTime,
     Saves,
     StopRequest,
 )
@@ -81,8 +80,6 @@ class Job:
         """The last signal that each node's agent received from a process other than resihp, by node."""
         self.deadline: float | None = None
         """Time at which Slurm's time limit ends the job; None if it is unknown or there is no limit."""
-        self.reserved: ReservedTime | None = None
-        """The next reservation on nodes of the job, as far as Slurm has reported it."""
         self.maintenance, self.plan_cache, self.saves = NodeMaintenance(), PlanCache(), Saves()
         self.monitor = self.dependencies.monitor(settings.detection)
         """The detector: learns healthy times, and finds slow devices and links."""

@@ -48,17 +48,6 @@ class StopRequest:
 
 
 @dataclass
-class ReservedTime:
-    """The next reservation on nodes of the job. `at`: its beginning, on the controller's clock."""
-
-    name: str
-    nodes: tuple[str, ...]
-    at: float
-    saves: bool = False
-    """Whether the checkpoint before it has been ordered."""
-
-
-@dataclass
 class Saves:
     """Checkpoints that operators requested, or that are due before a reservation."""
 

@@ -20,7 +20,7 @@ from resihp.wrapper import site_check
 from resihp.wrapper.cli import app
 from resihp.wrapper.commands.node import check, gpu_speed
 from resihp.wrapper.commands.node import command as node_commands
-from resihp.wrapper.commands.node.gpu_speed import Measured
+from resihp.wrapper.commands.node.gpu_speed import GpuSpeed
 from resihp.wrapper.config import sources
 from resihp.wrapper.site_check import Answer
 from tests.slurm.fake_slurm import FakeSlurm
@@ -161,13 +161,13 @@ def test_here_is_only_the_node_itself(slurm: Slurm, monkeypatch: pytest.MonkeyPa
 def test_gpus_are_compared_with_the_others_of_the_node(
     gpus: list[tuple[float, float]], outcome: str, text: str
 ) -> None:
-    measured = [Measured(gpu=index, flops=flops, memory_bytes=copied) for index, (flops, copied) in enumerate(gpus)]
+    measured = [GpuSpeed(gpu=index, flops=flops, memory_bytes=copied) for index, (flops, copied) in enumerate(gpus)]
     result = gpu_speed.judge(measured)
     assert (result.outcome, result.text) == (outcome, text)
 
 
 def test_a_gpu_that_computes_wrongly_fails() -> None:
-    result = gpu_speed.judge([Measured(gpu=0, error="a product is off by 3"), Measured(gpu=1, flops=1, memory_bytes=1)])
+    result = gpu_speed.judge([GpuSpeed(gpu=0, error="a product is off by 3"), GpuSpeed(gpu=1, flops=1, memory_bytes=1)])
     assert (result.outcome, result.text) == ("failed", "GPU 0: a product is off by 3")
 
 

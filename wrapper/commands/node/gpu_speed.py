@@ -26,7 +26,7 @@ MEASUREMENT_TIMEOUT_S = 120.0
 ROWS_PREFIX = "resihp-gpus "
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
+class GpuSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU. Speeds are per second; 0 with an `error`."""
 
     gpu: int
@@ -57,10 +57,10 @@ def check() -> Iterator[CheckResult]:
         problem = (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]
         yield CheckResult(check=CHECK_NAME, outcome="unknown", text=problem[:200], advice="resihp doctor checks torch")
         return
-    yield judge(msgspec.json.decode(rows[0], type=list[Measured]))
+    yield judge(msgspec.json.decode(rows[0], type=list[GpuSpeed]))
 
 
-def judge(gpus: Sequence[Measured], limits: ProbeLimits | None = None) -> CheckResult:
+def judge(gpus: Sequence[GpuSpeed], limits: ProbeLimits | None = None) -> CheckResult:
     """Return the result for the measured GPUs of one node."""
     if not gpus:
         return CheckResult(check=CHECK_NAME, outcome="skipped", text="torch can use no GPU here")
@@ -82,7 +82,7 @@ def judge(gpus: Sequence[Measured], limits: ProbeLimits | None = None) -> CheckR
     return CheckResult(check=CHECK_NAME, outcome="ok", text=text)
 
 
-def measure(devices: Sequence[torch.device]) -> list[Measured]:
+def measure(devices: Sequence[torch.device]) -> list[GpuSpeed]:
     """Check that each device computes correctly, and measure its speed."""
     from resihp.errors import DeviceError
     from resihp.executor.supervised import probe
@@ -93,9 +93,9 @@ def measure(devices: Sequence[torch.device]) -> list[Measured]:
             probe.examine(device)
             speed = probe.device_speed(device, lambda: 1.0)
         except (DeviceError, probe.DeviceFullError) as error:
-            rows.append(Measured(gpu=index, error=str(error)[:200]))
+            rows.append(GpuSpeed(gpu=index, error=str(error)[:200]))
         else:
-            rows.append(Measured(gpu=index, flops=speed.flops, memory_bytes=speed.memory_bytes))
+            rows.append(GpuSpeed(gpu=index, flops=speed.flops, memory_bytes=speed.memory_bytes))
     return rows
 
 

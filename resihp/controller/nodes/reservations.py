@@ -30,7 +30,8 @@ def ahead(job: Job, event: api.ReservationAhead) -> None:
     job.maintenance.reserved = ReservedTime(event.name, nodes, job.now + event.seconds)
     job.log(ReservationSeen(reservation=event.name, nodes=nodes, seconds=event.seconds))
     when = f"begins in {event.seconds / 60:.0f} min on {', '.join(nodes)}"
-    job.say("notice", f"reservation {event.name}: {when}; a checkpoint is written {_lead_s(job) / 60:.0f} min before")
+    saved = f"{_lead_s(job) / 60:.0f} min before" if event.seconds > _lead_s(job) else "now"
+    job.say("notice", f"reservation {event.name}: {when}; a checkpoint is written {saved}")
 
 
 def review(job: Job) -> None:

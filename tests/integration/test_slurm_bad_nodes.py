@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from resihp.record.journal import DrainDecided, JobEnded, NodeJoined
+from tests.integration.jobs import RESIHP
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster
 from tests.integration.test_slurm_comes_back import submit
 
@@ -53,3 +56,19 @@ def test_a_job_that_cannot_do_without_the_node_gets_it_again(cluster: MakeCluste
     desk.pace(0.0)
     assert desk.wait(job) == ("COMPLETED", "0:0"), desk.output(job)
     assert "its next run may get n2 again: it needs 2 nodes, and without them only 1 of their kind" in desk.output(job)
+
+
+def test_a_suspect_node_is_checked_by_a_job_of_its_own(cluster: MakeCluster) -> None:
+    desk = Desk(cluster(nodes=2))
+    done = desk.run(*RESIHP, "node", "check", "n2", "--json", timeout_s=120)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["healthy"]
+    assert {"gpus", "home", "journal", "health command", "gpu speed"} <= {row["check"] for row in answer["rows"]}
+    home = str(desk.folder / "home")
+    assert next(row["text"] for row in answer["rows"] if row["check"] == "home").startswith(home)
+    assert not list((desk.folder / "home").glob("check-*"))
+    desk.cluster.run("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=fan")
+    refusal = desk.run(*RESIHP, "node", "check", "n2")
+    assert refusal.returncode == 69
+    assert "Slurm starts no job there, it is idle+drain (fan)" in refusal.stderr

@@ -105,6 +105,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Minimum seconds left until the job's time limit at which a replacement is still requested."""
     replacement_wait_s: float = 60.0
     """Assumed seconds from a request to the arrival of a replacement, until the first replacement has arrived."""
+    site_check_s: float = 0.0
+    """Seconds that the site's own health check of a node may take before the node is drained; 0 without such a
+    check."""
     on_drain: Literal["stay", "vacate"] = "stay"
     """Reaction when an administrator drains a node of the job: train on ("stay"), or stop using the node and give it
     back between two iterations, if the layout can do without it ("vacate")."""

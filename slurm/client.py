@@ -143,6 +143,17 @@ class NodeChoice(msgspec.Struct, frozen=True, kw_only=True):
     contiguous: bool = False
 
 
+class Reservation(msgspec.Struct, frozen=True, kw_only=True):
+    """Nodes that are reserved for a time. Times are UTC, in seconds since 1970. `flags`: Slurm's words, such as `MAINT`
+    for maintenance. A reservation of licenses only has no nodes."""
+
+    name: str
+    begins_at: float
+    ends_at: float
+    nodes: tuple[str, ...] = ()
+    flags: frozenset[str] = frozenset()
+
+
 class Slurm(Protocol):
     """Queries and orders that resihp sends to Slurm."""
 
@@ -160,6 +171,9 @@ class Slurm(Protocol):
 
     def drained(self) -> Mapping[str, NodeView]:
         """Return all nodes of the cluster that are drained or draining."""
+
+    def reservations(self) -> Sequence[Reservation]:
+        """Return all reservations of the cluster, current and future ones."""
 
     def job(self, job_id: str) -> JobView | None:
         """Return a job that is pending, running or recently ended; None if Slurm does not know it."""

@@ -20,10 +20,10 @@ from pathlib import Path
 import msgspec
 
 from resihp.slurm import releases
-from resihp.slurm.client import JobRequest, JobView, NodeChoice, NodeView, sanitised
+from resihp.slurm.client import JobRequest, JobView, NodeChoice, NodeView, Reservation, sanitised
 from resihp.slurm.command_call import CompletedCall, call, query_environment, submit_environment
 from resihp.slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
-from resihp.slurm.parsing import parse, parse_request
+from resihp.slurm.parsing import parse, parse_request, reservations
 
 TIMEOUT_S = 10.0
 COMMENT_TIMEOUT_S = 5.0
@@ -115,6 +115,13 @@ class CommandLine:
             if view.unreadable:  # it is draining, but the reason and its author cannot be parsed
                 raise SlurmOutputError(view.unreadable)
         return {name: view for name, view in views_by_name.items() if view.draining}
+
+    def reservations(self) -> Sequence[Reservation]:
+        answer = self._ask("slurm: reservations", "scontrol", "show", "reservation", "--oneliner")
+        return [
+            msgspec.structs.replace(reservation, nodes=self._expand(nodelist) if nodelist else ())
+            for reservation, nodelist in reservations.reservations(answer)
+        ]
 
     def job(self, job_id: str) -> JobView | None:
         return self.jobs([job_id]).get(job_id)

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, ParamSpec, TypeVar
 
-from resihp.slurm.client import JobRequest, JobView, NodeChoice, NodeView, Slurm
+from resihp.slurm.client import JobRequest, JobView, NodeChoice, NodeView, Reservation, Slurm
 from resihp.slurm.errors import SlurmError
 
 NODES_FRESH_S = 60.0
@@ -124,7 +124,7 @@ class Polite:
         self._jobs_fresh_s = jobs_fresh_s
         self._counting = threading.Lock()
         self._constant = threading.Lock()
-        self._pauses = {"version": _Pause(), "cluster": _Pause(), "request": _Pause()}
+        self._pauses = {"version": _Pause(), "cluster": _Pause(), "request": _Pause(), "reservations": _Pause()}
         self._version: tuple[int, int, int] | None = None
         self._cluster: str | None = None
         self._requests: dict[str, JobRequest] = {}
@@ -155,6 +155,10 @@ class Polite:
     def drained(self) -> Mapping[str, NodeView]:
         """Return the drained nodes. Never cached, because a decision to drain, which is rare, depends on them."""
         return self._count("drained", self._slurm.drained)()
+
+    def reservations(self) -> Sequence[Reservation]:
+        """Return the reservations. Never cached: callers rarely ask."""
+        return self._guarded("reservations", self._slurm.reservations)
 
     def job(self, job_id: str, *, fresh_s: float | None = None, urgent: bool = False) -> JobView | None:
         return self.jobs([job_id], fresh_s=fresh_s, urgent=urgent).get(job_id)

@@ -42,7 +42,7 @@ ORDER: Mapping[str, tuple[set[str], ...]] = {
         {"__main__"},  # the command `resihp`, which loads the wrapper
     ),
     "wrapper": (
-        {"exit_codes", "strict_modes", "early_signals"},
+        {"exit_codes", "strict_modes", "early_signals", "site_check"},
         {"file_locks", "registry"},
         {"job_files"},
         {"job_folder"},

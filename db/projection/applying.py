@@ -153,6 +153,7 @@ _APPLY: dict[type, Callable[[Session, models.JobRow, Any, float], None]] = {
     journal.ReplacementAsked: drains.ask_replacement,
     journal.ReplacementChanged: drains.change_replacement,
     journal.SlurmSaw: drains.note_undrained,
+    journal.ReservationSeen: _event_only,
     journal.FaultInjected: _event_only,
     journal.CheckpointCommitted: iterations.add_checkpoint,
     journal.JobEnded: jobs.end_job,

@@ -39,7 +39,7 @@ from resihp.controller.fail_slow import expectation, slowness, standings
 from resihp.controller.fail_stop import early_losses, endings, failures, watchdog
 from resihp.controller.fail_stop.onsets import Commit
 from resihp.controller.interface import AnyAction, AnyEvent, Dependencies
-from resihp.controller.nodes import drains, replacements, upkeep
+from resihp.controller.nodes import drains, replacements, reservations, upkeep
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member
 from resihp.controller.state.transitions import Transition
@@ -52,7 +52,7 @@ _HEARD_WHILE_CLOSING = (
     *(api.AgentLost, api.AgentBeat, api.Tick),
     *(api.InjectAsked, api.StandingAsked, api.StopAsked, api.CheckpointAsked),
     *(api.Signalled, api.AgentSignalled, api.TimeLeft, api.StopMeaning, api.QuorumLost),
-    *(api.DrainStep, api.ReleaseAnswered, api.ReplacementNews, api.SlurmSees),
+    *(api.DrainStep, api.ReleaseAnswered, api.ReplacementNews, api.SlurmSees, api.ReservationAhead),
 )
 """Events that still matter in stage `closing`: losses of nodes, requests, and answers of Slurm."""
 
@@ -141,6 +141,7 @@ def _review(job: Job) -> None:
     them interrupts training, the policies after it cannot interrupt training again.
     """
     fault_injection.end_slowness(job)  # before speeds are judged
+    reservations.review(job)
     iterations.review_askers(job)  # a requested checkpoint is ordered before a change of plan can park its ranks
     slowness.review(job)  # verdicts before plans, which are compared by the speeds that verdicts give
     early_losses.review(job)  # training begins once the start's probes have been judged
@@ -175,7 +176,7 @@ def _handle(job: Job, event: AnyEvent) -> None:
             iterations.answer_askers(job, False, event.reason)
         case api.Signalled() | api.AgentSignalled() | api.TimeLeft() | api.StopMeaning() | api.QuorumLost():
             shutdown.hear(job, event)
-        case api.DrainStep() | api.ReleaseAnswered() | api.ReplacementNews() | api.SlurmSees():
+        case api.DrainStep() | api.ReleaseAnswered() | api.ReplacementNews() | api.SlurmSees() | api.ReservationAhead():
             _answered_by_slurm(job, event)
         case api.NodesRemembered():
             job.usual_speeds.update(event.usual)
@@ -205,7 +206,8 @@ def _requested(job: Job, event: api.InjectAsked | api.StandingAsked | api.StopAs
 
 
 def _answered_by_slurm(
-    job: Job, event: api.DrainStep | api.ReleaseAnswered | api.ReplacementNews | api.SlurmSees
+    job: Job,
+    event: api.DrainStep | api.ReleaseAnswered | api.ReplacementNews | api.SlurmSees | api.ReservationAhead,
 ) -> None:
     """Handle an answer or a report from Slurm about a node or a replacement request."""
     match event:
@@ -217,6 +219,8 @@ def _answered_by_slurm(
             replacements.news(job, event)
         case api.SlurmSees():
             upkeep.slurm_sees(job, event)
+        case api.ReservationAhead():
+            reservations.ahead(job, event)
         case _:
             assert_never(event)
 

@@ -228,6 +228,14 @@ class SlurmSees(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class ReservationAhead(Event, frozen=True, kw_only=True):
+    """The next reservation of nodes of the job begins in `seconds`; None: the one last reported was cancelled."""
+
+    name: str
+    nodes: tuple[str, ...]
+    seconds: float | None
+
+
 class StopMeaning(Event, frozen=True, kw_only=True):
     """Slurm's answer to the question why the job receives a signal (`journal.JobSignalled`)."""
 
@@ -285,6 +293,7 @@ AnyEvent = (
     | ReleaseAnswered
     | ReplacementNews
     | SlurmSees
+    | ReservationAhead
     | StopMeaning
     | NodesRemembered
     | Thought

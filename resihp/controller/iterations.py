@@ -261,7 +261,9 @@ def review_askers(job: Job) -> None:
     for request in [request for request, since in saves.askers.items() if newest > since]:
         del saves.askers[request]
         job.do(api.Reply(request=request, ok=True, text=f"checkpoint of iteration {newest} is complete"))
-    if not saves.askers:
+    if saves.since is not None and (newest > saves.since or job.stop_request is not None or job.stage == "halting"):
+        saves.since = None  # written, or the last checkpoint of the job is about to be
+    if not saves.askers and saves.since is None:
         saves.epoch = 0
     elif job.stop_request is not None:
         answer_askers(job, False, "the job is stopping, and writes a last checkpoint if it can")

@@ -266,6 +266,11 @@ def _maintenance(entry: journal.AnyEntry) -> str | None:
             node = f" as node {entry.node}" if entry.node else ""
             tail = f": {entry.text}" if entry.text else ""
             return f"replacement {entry.replacement}{job}: {entry.state}{node}{tail}"
+        case journal.ReservationSeen(seconds=None):
+            return f"reservation {entry.reservation}: no longer ahead of this job"
+        case journal.ReservationSeen():
+            minutes = (entry.seconds or 0.0) / 60
+            return f"reservation {entry.reservation}: begins on {', '.join(entry.nodes)} in {minutes:.0f} min"
         case journal.SlurmSaw():
             return f"node {entry.node}: Slurm reports it {entry.state}{f', {entry.text}' if entry.text else ''}"
         case _:

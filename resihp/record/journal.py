@@ -642,6 +642,15 @@ class SlurmSaw(Entry, frozen=True, kw_only=True):
     text: str
 
 
+class ReservationSeen(Entry, frozen=True, kw_only=True):
+    """A reservation begins on nodes of the job in `seconds`, before the job's time limit; `seconds` is None if it was
+    cancelled."""
+
+    reservation: str
+    nodes: tuple[str, ...]
+    seconds: float | None
+
+
 class FaultInjected(Entry, frozen=True, kw_only=True):
     """A fault is injected. Written before it is carried out. `kind` is empty in journals of development versions, where
     `text` begins with the kind."""
@@ -704,6 +713,7 @@ AnyEntry = (
     | ReplacementAsked
     | ReplacementChanged
     | SlurmSaw
+    | ReservationSeen
     | FaultInjected
     | CheckpointCommitted
     | JobEnded

@@ -49,6 +49,8 @@ from resihp.simulator.stopping import Stopping
 from resihp.simulator.thinking import Thinking
 
 TICK_EVENT = api.Tick()
+RESERVATION_SEEN_S = 8.0
+"""Seconds from the start until Slurm reports a reservation."""
 
 
 @dataclass
@@ -158,6 +160,9 @@ class World:
             self.at(self.rng.uniform(0.0, 8.0), self.remember)
         if scenario.time_left_s is not None:
             self.at(self.rng.uniform(0.0, 2.0), self.feed, api.TimeLeft(seconds=scenario.time_left_s))
+        if scenario.reserved_s is not None:
+            reserved = api.ReservationAhead(name="maintenance", nodes=("n1", "n2"), seconds=scenario.reserved_s)
+            self.at(RESERVATION_SEEN_S, self.feed, reserved)
         heap = self.heap
         try:
             while self.end is None:

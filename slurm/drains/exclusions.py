@@ -45,7 +45,8 @@ class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
     excluded it.
 
     `measure`: whether the node was to be drained as well. `since`: when the node was excluded; 0 if unknown.
-    `expires_at`: 0 for a revoked exclusion.
+    `expires_at`: 0 for a revoked exclusion. `check`: result of the last `resihp node check` since then, at
+    `checked_at`; empty if there was none.
     """
 
     node: str
@@ -54,6 +55,8 @@ class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
     job_id: str = ""
     measure: Measure = "drain"
     since: float = 0.0
+    checked_at: float = 0.0
+    check: str = ""
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,6 +133,13 @@ class Exclusions:
                 return False
             items[node] = msgspec.structs.replace(before, expires_at=0.0)
         return True
+
+    def note_check(self, node: str, result: str, at: float) -> None:
+        """Note the result of a check of an excluded node; a node that is not on file is ignored. Raises
+        ExclusionError."""
+        with self._changing() as items:
+            if node in items:
+                items[node] = msgspec.structs.replace(items[node], check=result, checked_at=at)
 
     def _read(self) -> tuple[Exclusion, ...]:
         try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
 
 from resihp.record.journal import DrainDecided, JobEnded, NodeJoined
+from tests.integration.jobs import RESIHP
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster
 from tests.integration.test_slurm_comes_back import submit
 
@@ -97,3 +99,19 @@ def test_a_job_is_requeued_when_slurmctld_is_back(cluster: MakeCluster, away_s: 
     assert desk.wait(job) == ("COMPLETED", "0:0"), desk.output(job)
     assert desk.shown(job)["ExcNodeList"] == node, desk.output(job)
     assert node not in [entry.node for entry in desk.of(f"{job}-r1", NodeJoined)]
+
+
+def test_a_suspect_node_is_checked_by_a_job_of_its_own(cluster: MakeCluster) -> None:
+    desk = Desk(cluster(nodes=2))
+    done = desk.run(*RESIHP, "node", "check", "n2", "--json", timeout_s=120)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["healthy"]
+    assert {"gpus", "home", "journal", "health command", "gpu speed"} <= {row["check"] for row in answer["rows"]}
+    home = str(desk.folder / "home")
+    assert next(row["text"] for row in answer["rows"] if row["check"] == "home").startswith(home)
+    assert not list((desk.folder / "home").glob("check-*"))
+    desk.cluster.run("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=fan")
+    refusal = desk.run(*RESIHP, "node", "check", "n2")
+    assert refusal.returncode == 69
+    assert "Slurm starts no job there, it is idle+drain (fan)" in refusal.stderr

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from resihp.controller import interface as api
@@ -16,10 +17,12 @@ from resihp.slurm import replacement
 from resihp.slurm.commands import CommandLine
 from resihp.slurm.rate_limited import JOBS_FRESH_S, Polite
 from resihp.slurm.replacement import ReplacementJob
+from resihp.slurm.survey import CommandSurvey
 from resihp.wrapper.config.run_spec import Program, SlurmRequest
 from resihp.wrapper.slurm_tasks import desk as slurm_desk
 from resihp.wrapper.slurm_tasks import nodes, own_job, replacements
 from resihp.wrapper.slurm_tasks.desk import SlurmDesk
+from resihp.wrapper.slurm_tasks.node_checks import in_step
 from tests.integration.cluster import Cluster
 from tests.wrapper.run_requests import run_request
 
@@ -34,8 +37,14 @@ class Desk:
     """A desk for a real job on the first nodes of a cluster. Replacements sleep instead of joining."""
 
     def __init__(
-        self, cluster: Cluster, nodes: int, options: tuple[str, ...] = (), jobs_fresh_s: float = JOBS_FRESH_S
+        self,
+        cluster: Cluster,
+        nodes: int,
+        options: tuple[str, ...] = (),
+        jobs_fresh_s: float = JOBS_FRESH_S,
+        **asked: Any,
     ) -> None:
+        """`asked`: more of what the run's configuration says about Slurm."""
         self.cluster = cluster
         script = cluster.shared / "hold.sh"
         script.write_text(HOLD)
@@ -60,10 +69,13 @@ class Desk:
                 host_names={},
                 cpus=None,
                 gpus=2,
+                **asked,
             ),
         )
+        assert request.slurm is not None
+        ask_node = in_step(request.slurm, CommandSurvey(environment=cluster.environment))
         self.events: list[api.AnyEvent] = []
-        self.desk = SlurmDesk(request, self.events.append, self.slurm, submit=self.submit)
+        self.desk = SlurmDesk(request, self.events.append, self.slurm, submit=self.submit, ask_node=ask_node)
         self.loop = asyncio.Runner()
 
     def view(self, job: str | None = None) -> Any:
@@ -149,6 +161,37 @@ def test_a_bad_node_is_drained_given_back_and_replaced(cluster: MakeCluster, imp
     assert desk.view().state == "running"
 
 
+@pytest.mark.every_slurm
+def test_the_sites_check_is_asked_on_the_node_before_it_is_drained(cluster: MakeCluster) -> None:
+    """n2 is healthy, the check hangs on n3, n4 is dead: only the healthy one is spared."""
+    made = cluster(nodes=4, gpus=2)
+    check = made.shared / "check"
+    check.write_text(
+        "#!/bin/sh\n[ $SLURMD_NODENAME != n2 ] || { echo all $SLURM_JOB_ID fine; exit 0; }\nsleep 4321 & sleep 4321\n"
+    )
+    check.chmod(0o755)
+    desk = Desk(made, 4, health_command=(str(check),), health_timeout_s=2.0)
+    made.kill_node("n4")
+    orders = [
+        api.DrainNode(drain=number, node=f"n{number}", reason="silent for 6.0 s", grounds="died again")
+        for number in (2, 3, 4)
+    ]
+    desk.do(*orders, until=lambda: len(desk.of(api.DrainStep)) == 6, timeout_s=60)
+    steps = {(step.node, step.step): (step.outcome, step.text) for step in desk.of(api.DrainStep)}
+    for step in steps.items():
+        print(step)
+    spared = f"node n2: not drained: the site's health check passes there (exit status 0: all {desk.job} fine)"
+    assert steps["n2", "slurm"] == ("refused", spared)
+    assert steps["n3", "slurm"][0] == "done"
+    assert "gave no answer: not finished within 2 s, killed" in steps["n3", "slurm"][1]
+    assert steps["n4", "slurm"][0] == "done"
+    assert "gave no answer" in steps["n4", "slurm"][1]
+    views = desk.slurm.nodes(["n2", "n3", "n4"], fresh_s=0.0)
+    assert [views[name].draining for name in ("n2", "n3", "n4")] == [False, True, True]
+    assert "4321" not in " ".join(" ".join(psutil.Process(pid).cmdline()) for pid in made.pids("n3"))
+    desk.close()
+
+
 def test_a_request_waits_for_a_node_and_a_dead_node_is_seen(cluster: MakeCluster, impatient: None) -> None:
     made = cluster(nodes=3, gpus=2)
     other = made.run("sbatch", "--parsable", "-N1", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
@@ -213,6 +256,31 @@ def test_a_time_limit_that_is_changed_is_seen(cluster: MakeCluster, monkeypatch:
         api.AskTimeLeft(), until=lambda: desk.of(api.TimeLeft) if len(desk.of(api.TimeLeft)) > 2 else None
     )
     assert 35000 < extended.seconds <= 36000
+    desk.close()
+
+
+@pytest.mark.every_slurm
+def test_a_maintenance_reservation_is_seen_and_a_replacement_ends_before_it(
+    cluster: MakeCluster, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = cluster(nodes=4, gpus=2)
+    monkeypatch.setattr(slurm_desk, "FIRST_LOOK_S", 0.5)
+    monkeypatch.setattr(slurm_desk, "RESERVATIONS_EVERY_S", 1.0)
+    desk = Desk(made, 2, ("--time=08:00:00",), partition="main")
+    asked = ("ReservationName=maint", "StartTime=now+2hours", "Duration=60", "User=root", "Nodes=ALL")
+    made.run("scontrol", "create", "reservation", *asked, "Flags=MAINT,IGNORE_JOBS")
+    made.run("scontrol", "create", "reservation", "StartTime=now+1hour", "Duration=9", "User=root", "Nodes=n4")
+    (ahead,) = desk.do(until=lambda: desk.of(api.ReservationAhead))
+    assert (ahead.name, ahead.nodes) == ("maint", desk.names)
+    assert 7000 < ahead.seconds <= 7200
+    ask = api.AskReplacement(replacement=1, exclude=desk.names)
+    desk.do(ask, until=lambda: "running" in desk.state_of(1))
+    news = desk.of(api.ReplacementNews)[-1]
+    print(f"runs on {news.node} with {desk.view(news.slurm_job).seconds_left} s left, maintenance in {ahead.seconds} s")
+    assert news.node == "n3", "n4 is reserved sooner"
+    assert 6500 < desk.view(news.slurm_job).seconds_left < 7100
+    made.run("scontrol", "delete", "ReservationName=maint")
+    desk.do(until=lambda: desk.of(api.ReservationAhead)[-1].seconds is None)
     desk.close()
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from resihp.slurm import releases
-from resihp.slurm.client import Gres, JobRequest, JobView, NodeChoice, NodeView, sanitised
+from resihp.slurm.client import Gres, JobRequest, JobView, NodeChoice, NodeView, Reservation, sanitised
 from resihp.slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
 from resihp.slurm.parsing.parse import JOB_ID, NODE_LIST, PARTITION_LIST, is_node, node_list
 
@@ -51,6 +51,8 @@ class FakeSlurm:
         """What jobs asked for, by the options that they were submitted with; a test may say something else."""
         self.node_choices: dict[str, NodeChoice] = {}
         """Nodes that jobs request or exclude by name; `submit` takes them from its options."""
+        self.reserved: list[Reservation] = []
+        """Reservations, as a test has them made."""
         self.scripts: dict[str, str] = {}
         """Batch scripts by job."""
         self.job_gpus: dict[str, dict[str, int]] = {}
@@ -142,6 +144,12 @@ class FakeSlurm:
             self._called("drained")
             self._answer()
             return {name: view for name, view in self.node_views.items() if view.draining}
+
+    def reservations(self) -> Sequence[Reservation]:
+        with self._lock:
+            self._called("reservations")
+            self._answer()
+            return tuple(self.reserved)
 
     def job(self, job_id: str) -> JobView | None:
         return self.jobs([job_id]).get(job_id)

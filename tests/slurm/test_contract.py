@@ -17,7 +17,7 @@ from typing import Protocol
 
 import pytest
 
-from resihp.slurm.client import PREFIX, Gres, JobRequest, JobView, NodeChoice, NodeView, Slurm, commented
+from resihp.slurm.client import PREFIX, Gres, JobRequest, JobView, NodeChoice, NodeView, Reservation, Slurm, commented
 from resihp.slurm.commands import CommandLine
 from resihp.slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
 from resihp.slurm.rate_limited import Polite
@@ -52,6 +52,9 @@ class Scene(Protocol):
 
     def allocate(self) -> str:
         """A job of the user without a batch script."""
+
+    def reserve(self, name: str, begins_in_s: int, nodes: str) -> None:
+        """An administrator reserves a list of nodes for an hour of maintenance."""
 
     def outage(self) -> None: ...
 
@@ -98,6 +101,11 @@ class FakeScene:
 
     def allocate(self) -> str:
         return self.fake.add_job("n1", user=self.user_name)
+
+    def reserve(self, name: str, begins_in_s: int, nodes: str) -> None:
+        begins_at = time.time() + begins_in_s
+        times = {"begins_at": begins_at, "ends_at": begins_at + 3600}
+        self.fake.reserved.append(Reservation(name=name, nodes=expand(nodes), flags=frozenset({"MAINT"}), **times))
 
     def outage(self) -> None:
         self.fake.unavailable = True
@@ -149,6 +157,10 @@ class RealScene:
         done = self.cluster.run("salloc", "--no-shell", "--nodes=1", user="nobody")
         return next(word for word in reversed(done.stderr.split()) if word.isdigit())
 
+    def reserve(self, name: str, begins_in_s: int, nodes: str) -> None:
+        asked = (f"ReservationName={name}", f"StartTime=now+{begins_in_s}", "Duration=60", "User=root", "Flags=MAINT")
+        self.cluster.run("scontrol", "create", "reservation", *asked, f"Nodes={nodes}")
+
     def outage(self) -> None:
         self.cluster.stop_controller()
 
@@ -158,6 +170,8 @@ class RealScene:
         # One by one: for scancel of 26.05 there is no user "nobody".
         if jobs := self.cluster.run("squeue", "-h", "-o", "%i").stdout.split():
             self.cluster.run("scancel", *jobs)
+        for reservation in self._operator.reservations():
+            self.cluster.run("scontrol", "delete", f"ReservationName={reservation.name}")
         for name, view in self._operator.nodes(NODES).items():
             if view.draining or view.state == "down":
                 self._operator.undrain(name)
@@ -250,6 +264,18 @@ def test_all_drained_nodes_of_the_cluster_are_found(scene: Scene) -> None:
     found = scene.user.drained()
     assert sorted(found) == ["n1", "n3"]
     assert found["n3"] == node(scene, "n3")
+
+
+def test_reservations_are_listed_with_their_nodes(scene: Scene) -> None:
+    assert list(scene.user.reservations()) == []
+    scene.reserve("maint", 7200, "n[2-3]")
+    scene.reserve("later", 90000, "n4")
+    views = {view.name: view for view in scene.user.reservations()}
+    assert {name: view.nodes for name, view in views.items()} == {"maint": ("n2", "n3"), "later": ("n4",)}
+    maintenance = views["maint"]
+    assert abs(maintenance.begins_at - time.time() - 7200) < 30
+    assert maintenance.ends_at - maintenance.begins_at == 3600
+    assert "MAINT" in maintenance.flags
 
 
 def test_draining_twice_keeps_the_last_reason(scene: Scene) -> None:

@@ -15,6 +15,7 @@ from resihp.slurm.client import Gres, JobRequest, NodeView
 from resihp.slurm.errors import SlurmOutputError
 from resihp.slurm.parsing import parse, parse_request
 from resihp.slurm.parsing.fields import FIELD, RECORD
+from resihp.slurm.parsing.reservations import reservations
 from tests.slurm.fake_slurm import expand
 
 SAMPLES = Path(__file__).parents[3] / "shared" / "data" / "slurm"
@@ -28,6 +29,7 @@ READERS: dict[str, Callable[[bytes], object]] = {
     "cluster": parse.cluster,
     "submitted": parse.submitted,
     "script": lambda output: parse.script(output, "7"),
+    "reservations": reservations,
     "seconds_left": lambda output: parse.seconds_left(output.decode("utf-8", "replace")),
     "gpus": lambda output: parse.gpus(output.decode("utf-8", "replace")),
     "expand": lambda output: expand(output.decode("utf-8", "replace")),

@@ -91,6 +91,8 @@ def of_slurm(
         reservation=section.reservation or given.reservation,
         extra=section.extra,
         limits=drain_limits(configuration, section.partition or given.partition, section.replacement_partition),
+        health_command=configuration.site.health_command,
+        health_timeout_s=configuration.site.health_timeout,
         spool=section.spool,
         comment=section.comment,
     )

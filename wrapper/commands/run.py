@@ -21,7 +21,7 @@ from resihp.faults import Fault
 from resihp.settings import Detection, ProbeLimits, Settings
 from resihp.slurm.client import Slurm
 from resihp.words import count_of
-from resihp.wrapper import early_signals
+from resihp.wrapper import early_signals, site_check
 from resihp.wrapper.commands import in_slurm
 from resihp.wrapper.commands.in_slurm import InSlurm
 from resihp.wrapper.commands.operate.last_words import last_words
@@ -371,6 +371,7 @@ def _settings(
         replacements=slurm.replacements,
         replacement_least_left_s=slurm.replacement_min_left,
         replacement_wait_s=slurm.replacement_wait,
+        site_check_s=site_check.longest_s(configuration.site.health_command, configuration.site.health_timeout),
         on_warning=slurm.on_warning,
         on_drain=slurm.on_drain,
     )

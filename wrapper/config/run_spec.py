@@ -57,6 +57,9 @@ class SlurmRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Further options of sbatch."""
     limits: DrainLimits = NO_LIMITS
     """The site's limits on drains by all jobs together."""
+    health_command: tuple[str, ...] = ()
+    """The site's own health check of a node (`resihp.wrapper.site_check`); empty for none."""
+    health_timeout_s: float = 30.0
     spool: str = ""
     comment: bool = True
 

@@ -319,6 +319,12 @@ class SiteSection(Section):
     share: Annotated[str, AfterValidator(values.absolute_or_none)] = ""
     """Folder in which all running jobs keep a summary of themselves, for `resihp jobs --all-users` and `resihp status`
     of operators, such as `/shared/site/resihp/jobs`."""
+    health_command: Annotated[tuple[str, ...], AfterValidator(values.site_command)] = ()
+    """The site's own health check of a node, as `["/usr/sbin/nhc"]` or `["dcgmi", "health", "-c"]`: exit status 0 for a
+    healthy node. Asked on the node before a job drains it and before `resihp node undrain`. It runs without a shell,
+    with the user's rights, and with the system's PATH."""
+    health_timeout: Annotated[Duration, Field(gt=0, le=300)] = 30.0
+    """Time limit of the health check; then it is killed, and the node counts as not asked."""
 
 
 class Configuration(BaseSettings):

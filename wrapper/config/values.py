@@ -84,6 +84,20 @@ def plain_or_none(name: str) -> str:
     return plain(name) if name else name
 
 
+def site_command(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the words of a command that runs without a shell. Raises ValueError if they look like a shell's line, or
+    depend on the folder in which a job starts."""
+    if not words:
+        return words
+    if not words[0] or not words[0].isprintable() or words[0].split() != [words[0]]:
+        raise ValueError('must be one word for each argument, as ["/usr/sbin/nhc", "-q"]: no shell splits it')
+    if "/" in words[0] and not words[0].startswith("/"):
+        raise ValueError("must begin with an absolute path, or with a name that is found in the system's folders")
+    if any("\0" in word for word in words):
+        raise ValueError("must not contain the character 0")
+    return words
+
+
 def shell_line(text: str) -> str:
     """Return the text if it can be a line of a batch script. Raises ValueError."""
     if not text.isprintable() or text.lstrip().startswith("#"):

@@ -55,7 +55,7 @@ EVENT_ENTRIES: Mapping[str, tuple[type[journal.Entry], ...]] = {
     "recovery": (journal.Reconfigured, journal.FailureEnded),
     "suspicion": (journal.Suspected,),
     "plan": (journal.PlanDecided, journal.PlanInEffect, journal.PlanRefused, journal.PlanWithdrawn),
-    "node": (journal.NodeJoined, journal.NodeLost, journal.NodeReleased, journal.SlurmSaw),
+    "node": (journal.NodeJoined, journal.NodeLost, journal.NodeReleased, journal.SlurmSaw, journal.ReservationSeen),
     "drain": (journal.DrainDecided, journal.DrainAnswered),
     "replacement": (journal.ReplacementAsked, journal.ReplacementChanged),
     "checkpoint": (journal.CheckpointCommitted,),

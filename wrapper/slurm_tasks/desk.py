@@ -23,17 +23,21 @@ from resihp.slurm import replacement
 from resihp.slurm.commands import CommandLine
 from resihp.slurm.drains.exclusions import Exclusions
 from resihp.slurm.rate_limited import Polite
+from resihp.slurm.survey import CommandSurvey
 from resihp.wrapper.config.run_spec import RunRequest
-from resihp.wrapper.slurm_tasks.agenda import Agenda, Work
+from resihp.wrapper.slurm_tasks.agenda import Agenda, Done, Work
 from resihp.wrapper.slurm_tasks.comment_writer import CommentWriter
 from resihp.wrapper.slurm_tasks.job_comment import JobComment
-from resihp.wrapper.slurm_tasks.nodes import LOOK_EVERY_S, WATCH_PAUSES_S, Nodes
-from resihp.wrapper.slurm_tasks.own_job import OwnJob
+from resihp.wrapper.slurm_tasks.node_checks import Ask, NodeChecks, in_step
+from resihp.wrapper.slurm_tasks.nodes import CHECK_POLL_S, LOOK_EVERY_S, WATCH_PAUSES_S, Nodes
+from resihp.wrapper.slurm_tasks.own_job import RESERVATIONS_EVERY_S, OwnJob
 from resihp.wrapper.slurm_tasks.replacements import Replacements, Submit
 
 FIRST_LOOK_S = 60.0
 CLOSE_TIMEOUT_S = 20.0
 """Time limit of cancelling open requests after the job has ended."""
+LAST_CHECK_TIMEOUT_S = 10.0
+"""How long the end of the job waits for the site's health check of a node that is to be drained."""
 LAST_COMMENT_TIMEOUT_S = 6.0
 """How long the end of the job waits until its last comment is written."""
 
@@ -54,17 +58,21 @@ class SlurmDesk:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
         comment: JobComment | None = None,
+        ask_node: Ask | None = None,
     ) -> None:
         """`clock` is monotonic; `now` returns UTC in seconds since 1970. `end_time`: the end of the job's time limit,
         in the time of `now`, if it was known at the job's start; None to query Slurm. `comment`: the text of the job's
-        comment, None for no comment."""
+        comment, None for no comment. `ask_node`: asks the site's health check on a node; None for srun."""
         assert request.slurm is not None
         self._event = event
+        self._request = request
+        self._own_reservation = request.slurm.reservation
         slurm = slurm or Polite(CommandLine())
         exclusions = Exclusions(request.of_job.folder.parent.parent, request.slurm.cluster)
         self._own_job = OwnJob(request.slurm.job_id, slurm, clock, now)
         self._replacements = Replacements(request, slurm, self._own_job, submit, now)
-        self._nodes = Nodes(request, slurm, self._replacements, exclusions, now)
+        checks = NodeChecks(ask_node or in_step(request.slurm, CommandSurvey()))
+        self._nodes = Nodes(request, slurm, self._replacements, exclusions, checks, now)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slurm")
         self._agenda = Agenda(clock)
         self._turn = asyncio.Lock()
@@ -74,6 +82,7 @@ class SlurmDesk:
         plan("earlier", 0.0, self._replacements.find_earlier)
         plan("time", 0.0, job.time_left if end_time is None else lambda: job.set_end_time(end_time))
         plan("nodes", FIRST_LOOK_S, self._nodes.look)
+        plan("reservations", FIRST_LOOK_S, self._look_for_reservations)
         self._writer: CommentWriter | None = None
         if comment is not None and request.slurm.comment:
             self._writer = writer = CommentWriter(comment, request.slurm.job_id, slurm, job, clock, now)
@@ -146,6 +155,11 @@ class SlurmDesk:
         for event in done.events:
             self._event(event)
 
+    def _look_for_reservations(self) -> Done:
+        names = (*self._request.settings.node_names, *self._replacements.guests(running=True))
+        events = self._own_job.reservations(names, self._own_reservation)
+        return Done(events, [("reservations", RESERVATIONS_EVERY_S, self._look_for_reservations)])
+
     async def close(self) -> None:
         """After the job has ended: do the remaining drains, and cancel all replacement requests, whether or not their
         nodes have joined."""
@@ -155,6 +169,7 @@ class SlurmDesk:
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self.turn()
+                await self._await_checks()
         except TimeoutError:
             _log.warning("Slurm gave no answer in time%s", self._replacements.left_over())
         if self._writer is not None and not self._writer.is_finished:
@@ -164,3 +179,16 @@ class SlurmDesk:
                     await self.turn()
         self._agenda.keep("")
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _await_checks(self) -> None:
+        """Do the drains that wait for the site's health check, with or without its answer."""
+        try:
+            async with asyncio.timeout(LAST_CHECK_TIMEOUT_S):
+                while self._nodes.checks.is_pending:
+                    await asyncio.sleep(CHECK_POLL_S)
+                    await self.turn()
+        except TimeoutError:
+            self._nodes.checks.give_up()
+        if self._nodes.is_unfinished:
+            await asyncio.sleep(CHECK_POLL_S)
+            await self.turn()

@@ -84,6 +84,12 @@ def remove(cluster: str, node: str) -> bool:
     return any([exclusion_list.remove(node) for exclusion_list in lists(cluster)])
 
 
+def note_check(cluster: str, node: str, result: str, at: float) -> None:
+    """Note the result of a check of a node in all lists that have the node. Raises ExclusionError."""
+    for exclusion_list in lists(cluster):
+        exclusion_list.note_check(node, result, at)
+
+
 def given_all_the_same(cluster: str, nodes: Collection[str], now: float) -> list[Exclusion]:
     """Return the exclusions of nodes in an allocation: a batch script that was passed to sbatch directly ignores the
     lists. Empty if the lists cannot be read soon, because a job waits for no file system except its own."""

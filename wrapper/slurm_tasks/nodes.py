@@ -1,14 +1,17 @@
 """The job's nodes: reports Slurm's view of them when it changes, and takes the steps of the drain ladder for a node
 with a verdict.
 
-The controller decides when the ladder is used for a node; `resihp.slurm.drains.drain` defines the steps. Called by
-`resihp.wrapper.slurm_tasks.desk`.
+The controller decides when the ladder is used for a node; `resihp.slurm.drains.drain` defines the steps. If the site
+has a health check of its own, it is asked first: a node that only died again is not drained if the check passes there.
+Evidence against a node's hardware stands, whatever the check answers. Called by `resihp.wrapper.slurm_tasks.desk`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+
+import msgspec
 
 from resihp.controller import interface as api
 from resihp.slurm.client import NodeView
@@ -18,7 +21,9 @@ from resihp.slurm.drains.spool import folder_of
 from resihp.slurm.errors import SlurmError
 from resihp.slurm.rate_limited import Polite
 from resihp.wrapper.config.run_spec import RunRequest
+from resihp.wrapper.site_check import Answer
 from resihp.wrapper.slurm_tasks.agenda import Done
+from resihp.wrapper.slurm_tasks.node_checks import NodeChecks
 from resihp.wrapper.slurm_tasks.replacements import Replacements
 
 LOOK_EVERY_S = 180.0
@@ -26,6 +31,8 @@ LOOK_EVERY_S = 180.0
 WATCH_PAUSES_S = (5.0, 10.0, 20.0, 40.0, *(60.0,) * 10)
 """Pauses between queries for lost nodes, until Slurm no longer regards them as in use by a job. This takes up to
 SlurmdTimeout after they died, usually 300 s."""
+CHECK_POLL_S = 0.5
+"""Pause between two looks for the answer of the site's check."""
 
 _RELEVANT_FLAGS = frozenset({"drain", "fail", "not_responding"})
 """Flags of a node that matter to a job; other flags are ignored."""
@@ -40,6 +47,7 @@ class Nodes:
         slurm: Polite,
         replacements: Replacements,
         exclusions: Exclusions,
+        checks: NodeChecks,
         now: Callable[[], float],
     ) -> None:
         """`now` returns UTC in seconds since 1970."""
@@ -49,12 +57,18 @@ class Nodes:
         self._slurm = slurm
         self._replacements = replacements
         self._exclusions = exclusions
+        self.checks = checks
         self._now = now
         self._watched: dict[str, int] = {}
         """Nodes that may be lost without Slurm having noticed, and the number of queries since the loss was known."""
         self._seen: dict[str, tuple[str, str]] = {}
         self._unfinished: dict[int, api.DrainNode] = {}
         """Orders of which not all steps of the ladder have been taken, by the number of the drain."""
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a ladder has been started and not all of its steps have been taken."""
+        return bool(self._unfinished)
 
     def watch(self, node: str) -> None:
         self._watched[node] = 0
@@ -85,16 +99,41 @@ class Nodes:
     def ladder(self, action: api.DrainNode) -> Callable[[], Done]:
         """Return work that takes the steps of the drain ladder for one node. Each step is separate work, and starts
         only when it runs."""
-        rungs = self._climb(action)
         self._unfinished[action.drain] = action
+        if action.measure == "drain" and self._main.health_command and action.node != self._main.batch_node:
+            return lambda: self._check_first(action)
+        rungs = self._climb(action, action.reason)
         return lambda: self._next_rung(action, rungs)
 
-    def _climb(self, action: api.DrainNode) -> Iterator[drain.Step]:
+    def _check_first(self, action: api.DrainNode) -> Done:
+        """Start the ladder once the site's check has answered."""
+        main = self._main
+        job_number = self._replacements.guests().get(action.node) or main.number or main.job_id
+        answer = self.checks.answer(action.drain, job_number, action.node)
+        if answer is None:
+            return Done(then=[(("drain", action.drain), CHECK_POLL_S, lambda: self._check_first(action))])
+        return self._next_rung(action, self._climb_after(action, answer))
+
+    def _climb_after(self, action: api.DrainNode, answer: Answer) -> Iterator[drain.Step]:
+        """Take the steps that follow from the answer of the site's check."""
+        if answer.outcome == "passed" and action.grounds != "hardware":
+            text = f"node {action.node}: not drained: the site's health check passes there ({answer.text})"
+            yield drain.Step(step="slurm", outcome="refused", text=text)
+            yield from self._climb(msgspec.structs.replace(action, measure="exclude"), action.reason)
+        elif answer.outcome in ("passed", "failed"):
+            yield from self._climb(action, f"{action.reason}, site check {answer.outcome}: {answer.text}")
+        else:
+            note = f"the site's health check gave no answer: {answer.text}"
+            for step in self._climb(action, action.reason):
+                yield msgspec.structs.replace(step, text=f"{step.text}; {note}") if note else step
+                note = ""
+
+    def _climb(self, action: api.DrainNode, reason: str) -> Iterator[drain.Step]:
         guests = self._replacements.guests()
         yield from drain.climb(
             self._slurm,
             action.node,
-            action.reason,
+            reason,
             job_id=guests.get(action.node) or self._main.job_id,
             allowed_nodes={*self._request.settings.node_names, *guests},
             batch_host=self._main.batch_node,

@@ -1,4 +1,5 @@
-"""The job itself as Slurm sees it: how long it may run, why it is signalled, which nodes it gives back.
+"""The job itself as Slurm sees it: how long it may run, which reservations begin on its nodes meanwhile, why it is
+signalled, which nodes it gives back.
 
 A missing answer never counts as an answer. Called by `resihp.wrapper.slurm_tasks.desk`.
 
@@ -19,24 +20,30 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Literal
 
 from resihp.controller import interface as api
-from resihp.slurm.client import JobView
+from resihp.slurm.client import JobView, Reservation
 from resihp.slurm.errors import SlurmError, SlurmRefusedError
 from resihp.slurm.rate_limited import Polite
 from resihp.wrapper.slurm_tasks.agenda import Done, pause_of
 
 LIMIT_EVERY_S = 360.0
 """Time between two queries for the job's time limit."""
+RESERVATIONS_EVERY_S = 600.0
+"""Time between two queries for reservations; a job that ends sooner asks for none."""
 MIN_LIMIT_CHANGE_S = 30.0
-"""Smallest change of a time limit that is reported: limits are counted in minutes."""
+"""Smallest change of a time limit, or of the beginning of a reservation, that is reported: limits are counted in
+minutes."""
 RETRY_PAUSES_S = (5.0, 15.0, 30.0, 60.0, 120.0, 300.0)
 """Pauses before a query is repeated because there was no answer."""
 WHY_RETRY_S = 1.0
 """Pause before a second query for the reason why the job is signalled: Slurm may signal the job before its view shows
 the reason."""
+
+SHARED_FLAGS = frozenset({"FLEX", "MAGNETIC", "OVERLAP"})
+"""Flags of reservations whose nodes other jobs may use."""
 
 _log = logging.getLogger("slurm")
 
@@ -52,6 +59,8 @@ class OwnJob:
         """Time of `clock` at which the job's time limit ends, as last reported; infinite without a limit, None before
         the first report."""
         self._limit_seen_at = float("-inf")
+        self.reservation: Reservation | None = None
+        """The next reservation on a node of the job, as last reported."""
 
     def set_end_time(self, end_time: float) -> Done:
         """Report the time limit that Slurm put into the environment when the job began; Slurm is queried only later."""
@@ -82,6 +91,34 @@ class OwnJob:
             return []
         self._ends_at = ends_at
         return [api.TimeLeft(seconds=seconds)]
+
+    def reservations(self, nodes: Collection[str], own: str) -> list[api.AnyEvent]:
+        """Query the reservations of the job's `nodes`; return an event if the next one that begins before the job's
+        time limit is another than last reported. `own`: the reservation in which the job runs."""
+        if self._ends_at is not None and self._ends_at - self._clock() < RESERVATIONS_EVERY_S:
+            return []
+        try:
+            views = self._slurm.reservations()
+        except SlurmError as error:
+            _log.info("reservations: %s", error)
+            return []
+        now = self._now()
+        ends_at = math.inf if self._ends_at is None else now + self._ends_at - self._clock()
+        ahead = [
+            view
+            for view in views
+            if view.name != own and now < view.begins_at < ends_at and not view.flags & SHARED_FLAGS
+            if not set(view.nodes).isdisjoint(nodes)
+        ]
+        before, self.reservation = self.reservation, min(ahead, key=lambda view: view.begins_at, default=None)
+        if self.reservation is None:
+            is_cancelled = before is not None and now < before.begins_at
+            return [api.ReservationAhead(name="", nodes=(), seconds=None)] if is_cancelled else []
+        if before is not None and _is_same(before, self.reservation):
+            return []
+        reserved_nodes = tuple(node for node in nodes if node in self.reservation.nodes)
+        seconds = self.reservation.begins_at - now
+        return [api.ReservationAhead(name=self.reservation.name, nodes=reserved_nodes, seconds=seconds)]
 
     def why(self, *, again: bool) -> Done:
         try:
@@ -115,6 +152,12 @@ class OwnJob:
         except SlurmError as error:
             outcome, text = "unknown", str(error)
         return Done([api.ReleaseAnswered(node=action.node, outcome=outcome, text=text)])
+
+
+def _is_same(before: Reservation, after: Reservation) -> bool:
+    """Return whether two views of a reservation do not differ by anything that is reported."""
+    moved_s = abs(after.begins_at - before.begins_at)
+    return before.name == after.name and before.nodes == after.nodes and moved_s < MIN_LIMIT_CHANGE_S
 
 
 def meaning_of(view: JobView | None) -> Literal["time-limit", "cancelled", "preempted", "unknown"]:

@@ -7,6 +7,7 @@ The controller decides whether a replacement is requested, and what happens when
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import sys
@@ -18,19 +19,22 @@ import msgspec
 
 from resihp.controller import interface as api
 from resihp.slurm import replacement
-from resihp.slurm.client import JobRequest, JobView
+from resihp.slurm.client import JobRequest, JobView, Reservation
 from resihp.slurm.errors import SlurmError, SlurmRefusedError, SlurmUnavailableError
 from resihp.slurm.rate_limited import Polite
 from resihp.slurm.replacement import ReplacementJob
 from resihp.wrapper.config.run_spec import RunRequest
 from resihp.wrapper.slurm_tasks.agenda import Done, pause_of
 from resihp.wrapper.slurm_tasks.exclusion_lists import to_avoid
-from resihp.wrapper.slurm_tasks.own_job import RETRY_PAUSES_S, OwnJob, meaning_of
+from resihp.wrapper.slurm_tasks.own_job import RETRY_PAUSES_S, SHARED_FLAGS, OwnJob, meaning_of
 
 REQUEST_PAUSES_S = (*(5.0,) * 12, 15.0)
 """Pauses between queries for requests that wait for a node; the last pause repeats."""
 RUNNING_PAUSES_S = (5.0, 15.0, 60.0, 180.0)
 """Pauses between queries for running replacements; their agents report sooner than Slurm. The last pause repeats."""
+RESERVATION_MARGIN_S = 120.0
+"""Seconds between the time limit of a replacement and a reservation of its node. Slurm counts limits in minutes, and
+the replacement starts some seconds after it was requested."""
 MAX_SUBMISSIONS = 4
 ENDLESS_S, ENDLESS_WAIT_S = 30 * 86400.0, 7 * 86400.0
 """Time limit, and longest wait, of a request by a job without a time limit: since 24.11, Slurm accepts no deadline for
@@ -151,6 +155,15 @@ class Replacements:
                 )
             pause_s = pause_of(RETRY_PAUSES_S, tries)
             return Done(then=[(("ask", number), pause_s, lambda: self.ask(number, tries + 1))])
+        free_s, reservation = self._free_s(wanted)
+        if free_s < wanted.seconds:
+            least_left_s = self._request.settings.replacement_least_left_s
+            if free_s < least_left_s:
+                when = f"in {max(free_s, 0.0) / 60:.0f} min"
+                text = f"reservation {reservation} begins {when}, and no node of the partition is free after it"
+                return self._refused(request, text)
+            wait_s = min(wanted.wait_s, free_s - least_left_s)
+            wanted = msgspec.structs.replace(wanted, seconds=free_s, wait_s=wait_s)
         return self._submitted(request, wanted, 1)
 
     def _submitted(self, request: PendingReplacement, wanted: ReplacementJob, tries: int) -> Done:
@@ -218,6 +231,26 @@ class Replacements:
             cpus=main.cpus,
             extra=main.extra,
         )
+
+    def _free_s(self, wanted: ReplacementJob) -> tuple[float, str]:
+        """Return for how many seconds some node that Slurm may choose is not reserved, and the name of the reservation
+        that ends this time. Slurm starts no job that would overlap a reservation. Infinite if not known."""
+        try:
+            views = self._slurm.partition_nodes(wanted.asked.partition)
+            reserved = self._slurm.reservations()
+        except SlurmError as error:
+            _log.info("replacement: reservations: %s", error)
+            return math.inf, ""
+        now = self._now()
+        next_by_node: dict[str, Reservation] = {}
+        for view in sorted(reserved, key=lambda view: view.begins_at, reverse=True):
+            if view.ends_at > now and view.name != wanted.asked.reservation and not view.flags & SHARED_FLAGS:
+                next_by_node |= dict.fromkeys(view.nodes, view)
+        candidates = [name for name, view in views.items() if view.usable and name not in wanted.exclude]
+        if not candidates or not next_by_node.keys() >= set(candidates):
+            return math.inf, ""
+        last = max((next_by_node[name] for name in candidates), key=lambda view: view.begins_at)
+        return last.begins_at - now - RESERVATION_MARGIN_S, last.name
 
     def _asked(self) -> JobRequest:
         """Return the main job's request, with the settings that override it. Raises SlurmError."""

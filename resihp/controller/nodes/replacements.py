@@ -72,12 +72,10 @@ def _compare(job: Job) -> None:
     if not in_time(job):
         for request in coming:
             if request.state in ("asked", "pending"):
-                _let_go(job, request, "cancelled", "the job's time limit is too near")
+                _let_go(job, request, "cancelled", f"{_nearest_end(job)} is too near")
         if names := missing(job)[: min(lacking, _requests_left(job))]:
             min_left = f"{job.settings.replacement_least_left_s / 60:.3g} min"
-            _decline(
-                job, names, f"less than {min_left} is left until the job's time limit (slurm.replacement_min_left)"
-            )
+            _decline(job, names, f"less than {min_left} is left until {_nearest_end(job)} (slurm.replacement_min_left)")
         return
     needless = max(0, len(coming) - lacking)
     for request in [request for request in reversed(coming) if request.open][:needless]:
@@ -153,9 +151,21 @@ def missing(job: Job) -> list[str]:
 
 
 def in_time(job: Job) -> bool:
-    """Return whether enough time is left until the job's time limit for a replacement; True if the limit is not
-    known."""
-    return job.deadline is None or job.deadline - job.now > job.settings.replacement_least_left_s
+    """Return whether enough time is left for a replacement until the job's time limit, and until a reservation of nodes
+    of the job; True if neither is known."""
+    ends = [] if job.deadline is None else [job.deadline]
+    reserved = job.maintenance.reserved
+    if reserved is not None and reserved.at > job.now:
+        ends.append(reserved.at)
+    return all(end - job.now > job.settings.replacement_least_left_s for end in ends)
+
+
+def _nearest_end(job: Job) -> str:
+    """Return, in words, what ends the time in which a replacement would be of use."""
+    reserved = job.maintenance.reserved
+    if reserved is not None and reserved.at > job.now and (job.deadline is None or reserved.at < job.deadline):
+        return f"reservation {reserved.name} of nodes of the job"
+    return "the job's time limit"
 
 
 def _is_coming(job: Job, request: Replacement) -> bool:

@@ -25,7 +25,7 @@ from resihp.words import natural
 
 DRAIN_PATIENCE_S = 10.0
 """Seconds that a node is kept for its drain to succeed before it is given back. Without the wait, Slurm could give the
-node to another job first."""
+node to another job first. If the site's own health check is asked before the drain, its time is added."""
 SLURM_NOTICES_S = 330.0
 """Seconds that a silent node without a drain is kept, so that Slurm notices that it is down. SlurmdTimeout is 300 s
 unless the site has changed it."""
@@ -194,7 +194,8 @@ def _may_be_reused(job: Job, lost_node: LostNode, release: GivingBack) -> bool:
         drain for drain in job.record.drains.values() if drain.node == lost_node.name and drain.measure == "drain"
     ]
     decided_at = job.maintenance.decided_at
-    if not all(drain.settled or job.now - decided_at[drain.number] > DRAIN_PATIENCE_S for drain in drains):
+    patience_s = DRAIN_PATIENCE_S + job.settings.site_check_s
+    if not all(drain.settled or job.now - decided_at[drain.number] > patience_s for drain in drains):
         return False
     if lost_node.answers or any(drain.answers.get("slurm") == "done" for drain in drains):
         return True

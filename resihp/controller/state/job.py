@@ -17,7 +17,14 @@ from resihp.controller.state.examinations import Examination, Inquiry, Rechecks
 from resihp.controller.state.incidents import ArmedFault, Incident
 from resihp.controller.state.iterations import Forecast, IterationReports, Tuning
 from resihp.controller.state.members import Member, Node
-from resihp.controller.state.requests import COINCIDENCE_S, LONE_SIGNAL_S, AgentSignal, Closing, Saves, StopRequest
+from resihp.controller.state.requests import (
+    COINCIDENCE_S,
+    LONE_SIGNAL_S,
+    AgentSignal,
+    Closing,
+    Saves,
+    StopRequest,
+)
 from resihp.controller.state.transitions import Change, Pause, Transition
 from resihp.controller.state.upkeep import GivingBack, NodeMaintenance
 from resihp.detector.findings import Finding

@@ -49,10 +49,12 @@ class StopRequest:
 
 @dataclass
 class Saves:
-    """Checkpoints that operators requested."""
+    """Checkpoints that operators requested, or that are due before a reservation."""
 
     askers: dict[int, int] = field(default_factory=dict)
     """Pending requests, by number, with the last committed iteration at the time of each request."""
+    since: int | None = None
+    """Last committed iteration when a checkpoint before a reservation became due; None if none is due."""
     number: int = 0
     """Number of the last order to write a checkpoint; 0 if there was none."""
     epoch: int = 0

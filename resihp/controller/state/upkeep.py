@@ -18,6 +18,17 @@ class GivingBack:
 
 
 @dataclass
+class ReservedTime:
+    """The next reservation on nodes of the job. `at`: its beginning, on the controller's clock."""
+
+    name: str
+    nodes: tuple[str, ...]
+    at: float
+    saves: bool = False
+    """Whether the checkpoint before it has been ordered."""
+
+
+@dataclass
 class NodeMaintenance:
     """The state of all measures against bad nodes and requests for new ones."""
 
@@ -41,6 +52,8 @@ class NodeMaintenance:
     """Nodes of replacements whose own Slurm job is ending, which their agents were told by a signal."""
     taken_by_slurm: set[str] = field(default_factory=set)
     """Nodes of replacements whose own Slurm job was ended or suspended for a reason other than the node."""
+    reserved: ReservedTime | None = None
+    """The next reservation on nodes of the job, as far as Slurm has reported it."""
     kept: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Nodes that an administrator drains but that the layout needs, with Slurm's (state, reason) at the time of that
     decision."""

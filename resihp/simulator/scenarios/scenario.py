@@ -122,6 +122,8 @@ class Scenario:
     """Reason for stopping the job as reported by Slurm; None if Slurm does not answer."""
     time_left_s: float | None = None
     """Seconds from the start until Slurm's time limit; None if unknown."""
+    reserved_s: float | None = None
+    """Seconds from Slurm's report of a reservation of nodes of the job until it begins; None: there is none."""
     mortality: float = 0.0
     """Probability that a worker dies of a signal to its job."""
     signal_grace_s: float = 20.0

@@ -48,4 +48,5 @@ def draw_allocated(seed: int) -> Scenario:
         may_requeue=rng.random() < 0.7,
         restarts_left=rng.choice([0, 1, 2]),
         limit_s=3000.0,
+        reserved_s=rng.choice([None, None, None, rng.uniform(1, 620)]),
     )

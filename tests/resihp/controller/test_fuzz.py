@@ -12,7 +12,15 @@ from itertools import pairwise
 import pytest
 
 from resihp.controller import interface as api
-from resihp.record.journal import DrainAnswered, NodeLost, NodeReleased, Reconfigured, ReplacementChanged, WorkerStarted
+from resihp.record.journal import (
+    DrainAnswered,
+    NodeLost,
+    NodeReleased,
+    Reconfigured,
+    ReplacementChanged,
+    ReservationSeen,
+    WorkerStarted,
+)
 from resihp.simulator.harness import Scenario, Violation, play
 from resihp.simulator.scenarios.mixed_jobs import draw_foreseeing, draw_ramped
 from resihp.simulator.scenarios.plain_jobs import draw_plain, draw_stormy
@@ -183,6 +191,10 @@ def test_the_seeds_with_a_batch_that_grows_reach_what_they_are_for() -> None:
     assert_reached(draw_ramped, range(150), kinds, wanted)
 
 
+def _says(action: api.AnyAction, words: str) -> bool:
+    return isinstance(action, api.Say) and words in action.text
+
+
 def test_the_seeds_in_an_allocation_reach_what_they_are_for() -> None:
     def kinds(result: Result) -> set[str]:
         replacements = result.all(ReplacementChanged)
@@ -194,11 +206,14 @@ def test_the_seeds_in_an_allocation_reach_what_they_are_for() -> None:
             *(f"release {entry.outcome}" for entry in result.all(NodeReleased)),
             *(f"replacement {entry.state}" for entry in replacements),
             *("vacated" for entry in result.all(NodeLost) if entry.how == "vacated"),
+            *("reserved" for _ in result.all(ReservationSeen)),
+            *("saved before" for _, action in result.actions if _says(action, "begins soon: writing a checkpoint")),
             *("its ranks work" for plan in result.plans if ranks & {*plan.plan.layout.active}),
         }
 
     wanted = {
         *("DrainNode", "ReleaseNode", "AskReplacement", "CancelReplacement", "WatchNode", "its ranks work", "vacated"),
+        *("reserved", "saved before"),
         *(f"drain {outcome}" for outcome in ("done", "refused", "unknown")),
         *(f"release {outcome}" for outcome in ("done", "refused", "unknown")),
         *(f"replacement {state}" for state in ("pending", "running", "joined", "refused", "cancelled", "ended")),

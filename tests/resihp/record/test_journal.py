@@ -53,6 +53,7 @@ from resihp.record.journal import (
     Reconfigured,
     ReplacementAsked,
     ReplacementChanged,
+    ReservationSeen,
     SlurmSaw,
     Suspected,
     WorkerEnded,
@@ -192,6 +193,7 @@ ENTRIES: list[AnyEntry] = [
     ReplacementAsked(replacement=1, node="n2", excluded=("n2",), reason="2 of 4 replicas are left"),
     ReplacementChanged(replacement=1, state="joined", slurm_job="18", node="n5", text=""),
     SlurmSaw(node="n2", state="down", text="not responding"),
+    ReservationSeen(reservation="maint", nodes=("n1", "n2"), seconds=7200.0),
     JobEnded(exit_code=0, state="completed", reason="done"),
     LeaderChosen(term=2, node="n3", host="here", how="elected"),  # last: its number begins the term's
 ]

@@ -292,6 +292,8 @@ def test_exclude_and_list(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> 
         "state": "allocated+drain",
         "reason": f"{PREFIX}slow link",
         "reason_by": "root",
+        "checked_at": None,
+        "check": None,
     }
     assert second["node"] == "n4"
     assert second["drained_by_us"] is False

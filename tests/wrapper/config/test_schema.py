@@ -303,3 +303,21 @@ def test_a_default_of_the_controller_is_stated_once() -> None:
     }
     stated_twice = [key for key in keys if not re.search(r"_(SETTINGS|DETECTION|PROBE_LIMITS)\.", defaults[key])]
     assert not stated_twice, "take it from `resihp.settings`"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("['nhc -q']", "must be one word for each argument"),
+        ("['']", "must be one word for each argument"),
+        ("['./nhc']", "must begin with an absolute path, or with a name that is found in the system's folders"),
+        ("'nhc'", "tuple"),
+    ],
+)
+def test_the_sites_health_command_is_no_line_for_a_shell(fresh_home: Path, command: str, message: str) -> None:
+    file = toml(fresh_home / "etc.toml", f"[site]\nhealth_command = {command}\n")
+    with pytest.raises(ConfigurationError, match=message):
+        read({}, site=(file,), authority=file)
+    good = toml(fresh_home / "etc.toml", "[site]\nhealth_command = ['dcgmi', 'health', '-c']\nhealth_timeout = '1m'\n")
+    site = read({}, site=(good,), authority=good).site
+    assert (site.health_command, site.health_timeout) == (("dcgmi", "health", "-c"), 60.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from resihp.controller import interface as api
 from resihp.protocol.messages import StepOutcome
 from resihp.record import journal
 from resihp.slurm import replacement
-from resihp.slurm.client import Gres, JobRequest, NodeView
+from resihp.slurm.client import Gres, JobRequest, NodeView, Reservation
 from resihp.slurm.drains.exclusions import Exclusions
 from resihp.slurm.drains.site_limits import DrainLimits
 from resihp.slurm.errors import SlurmRefusedError, SlurmUnavailableError
@@ -23,6 +24,7 @@ from resihp.slurm.rate_limited import Polite
 from resihp.slurm.replacement import ReplacementJob
 from resihp.wrapper import registry
 from resihp.wrapper.config.run_spec import Program, SlurmRequest
+from resihp.wrapper.site_check import Answer
 from resihp.wrapper.slurm_tasks import desk as slurm_desk
 from resihp.wrapper.slurm_tasks.desk import SlurmDesk
 from resihp.wrapper.slurm_tasks.job_comment import JobComment
@@ -47,6 +49,9 @@ class Desk:
         self.submitted: list[ReplacementJob] = []
         self.trouble: list[Exception] = []
         """What the next submissions raise."""
+        self.asked: list[tuple[str, str]] = []
+        """Nodes on which the site's check was asked, with the job whose step asked."""
+        self.site_answer: Answer | None = None
         self.polite = Polite(self.slurm, clock=self.clock)
         self.home = folder
         self.request = run_request(
@@ -82,7 +87,22 @@ class Desk:
             submit=self.submit,
             clock=self.clock,
             now=lambda: 1e9,
+            ask_node=self.ask_node,
         )
+
+    def site_checks(self, answer: Answer | None) -> None:
+        """The site has a health check, which answers so; None: it never answers."""
+        assert self.request.slurm is not None
+        slurm = msgspec.structs.replace(self.request.slurm, health_command=("nhc",))
+        self.request = msgspec.structs.replace(self.request, slurm=slurm)
+        self.site_answer = answer
+        self.another()
+
+    def ask_node(self, job_number: str, node: str) -> Answer:
+        self.asked.append((job_number, node))
+        while self.site_answer is None:
+            time.sleep(0.01)
+        return self.site_answer
 
     def clock(self) -> float:
         return self.now
@@ -112,6 +132,26 @@ class Desk:
     def do(self, action: Any, seconds: float = 0.0) -> list[api.AnyEvent]:
         self.desk.carry_out(action)
         return self.wait(seconds)
+
+    def carry_out_slowly(self, action: Any) -> None:
+        """Carry out, with time for the thread that asks a node."""
+        self.desk.carry_out(action)
+        asyncio.run(self.desk.turn())
+        while self.desk._nodes.checks.is_pending:
+            time.sleep(0.01)
+        self.wait(1.0)
+
+    def ends(self) -> None:
+        """The job ends; time passes by itself, as `close` waits for real."""
+        began, at = time.monotonic(), self.now
+
+        async def close() -> None:
+            closing = asyncio.ensure_future(self.desk.close())
+            while not closing.done():
+                self.now = at + time.monotonic() - began
+                await asyncio.sleep(0.01)
+
+        asyncio.run(close())
 
     def ask(self, number: int = 1, seconds: float = 0.0) -> list[api.AnyEvent]:
         return self.do(api.AskReplacement(replacement=number, exclude=(*NODES,)), seconds)
@@ -197,7 +237,7 @@ def test_the_comment_tells_how_far_the_job_is_at_a_low_rate(told: Told) -> None:
     for iteration in range(1, 600):
         told.happens(committed(iteration))
         told.desk.wait(1)
-    assert told.desk.calls <= 9
+    assert told.desk.calls <= 10
     told.desk.wait(1)
     assert told.says() == "resihp: iteration 599, loss 2.5000 (2001-09-09 01:46 UTC)"
     assert told.written == 2
@@ -364,6 +404,85 @@ def test_a_bug_in_dealing_with_slurm_does_not_end_the_job(desk: Desk, caplog: py
     assert desk.ask(2) == [api.ReplacementNews(replacement=2, state="pending", slurm_job="1", node=None, text="")]
 
 
+# --- reservations -------------------------------------------------------------------------------------------------
+
+
+def reserved(name: str, begins_s: float, *nodes: str, flags: tuple[str, ...] = ("MAINT",)) -> Reservation:
+    begins_at = 1e9 + begins_s
+    return Reservation(name=name, begins_at=begins_at, ends_at=begins_at + 3600, nodes=nodes, flags=frozenset(flags))
+
+
+def in_partition_main(desk: Desk) -> None:
+    """The partition of all nodes of the cluster."""
+    assert desk.request.slurm is not None
+    slurm = msgspec.structs.replace(desk.request.slurm, partition="main")
+    desk.request = msgspec.structs.replace(desk.request, slurm=slurm)
+    desk.another()
+
+
+def test_the_next_reservation_of_a_node_is_told_once(desk: Desk) -> None:
+    desk.slurm.reserved = [
+        reserved("later", 6000, "n1", "n2"),
+        reserved("maint", 5000, "n2", "n6"),
+        reserved("elsewhere", 100, "n6"),
+        reserved("shared", 100, "n1", flags=("FLEX",)),
+        reserved("after", 9000, "n1"),
+    ]
+    desk.wait(70)
+    (ahead,) = desk.of(api.ReservationAhead)
+    assert (ahead.name, ahead.nodes, ahead.seconds) == ("maint", ("n2",), 5000)
+    desk.wait(1300)
+    assert len(desk.of(api.ReservationAhead)) == 1
+    assert desk.slurm.calls["reservations"] == 3
+    desk.slurm.reserved = []
+    desk.wait(700)
+    assert desk.of(api.ReservationAhead)[-1].seconds is None
+
+
+def test_reservations_after_the_jobs_time_limit_or_its_own_are_not_told(desk: Desk) -> None:
+    assert desk.request.slurm is not None
+    slurm = msgspec.structs.replace(desk.request.slurm, reservation="ours")
+    desk.request = msgspec.structs.replace(desk.request, slurm=slurm)
+    desk.another()
+    desk.slurm.reserved = [reserved("after", 7300, "n1"), reserved("ours", 100, "n1")]
+    desk.wait(2000)
+    assert desk.of(api.ReservationAhead) == []
+
+
+def test_a_short_job_does_not_ask_for_reservations(desk: Desk) -> None:
+    desk.ends_at = desk.now + 500
+    desk.wait(400)
+    assert desk.slurm.calls["reservations"] == 0
+
+
+@pytest.mark.parametrize(
+    ("begins_s", "nodes", "seconds"),
+    [
+        (3720, ("n5", "n6"), 3600),
+        (3720, ("n5",), 7200),  # n6 is free for longer
+        (9000, ("n5", "n6"), 7200),
+    ],
+)
+def test_a_replacement_ends_before_a_reservation_of_all_nodes(
+    desk: Desk, begins_s: float, nodes: tuple[str, ...], seconds: float
+) -> None:
+    in_partition_main(desk)
+    desk.slurm.reserved = [reserved("maint", begins_s, *nodes)]
+    desk.ask()
+    (wanted,) = desk.submitted
+    assert wanted.seconds == seconds
+
+
+def test_no_replacement_is_asked_for_where_all_nodes_are_reserved_soon(desk: Desk) -> None:
+    in_partition_main(desk)
+    desk.slurm.reserved = [reserved("now", -60, "n5"), reserved("maint", 1200, "n6")]
+    desk.ask()
+    assert desk.submitted == []
+    (news,) = desk.of(api.ReplacementNews)
+    assert news.state == "refused"
+    assert news.text == "reservation maint begins in 18 min, and no node of the partition is free after it"
+
+
 # --- drains and releases ------------------------------------------------------------------------------------------
 
 
@@ -403,6 +522,87 @@ def test_the_sites_own_cap_holds_for_what_a_job_drains(tmp_path: Path) -> None:
     desk.do(api.DrainNode(drain=1, node="n3", reason="Xid 79"))
     assert [(e.step, e.outcome) for e in desk.of(api.DrainStep)] == [("slurm", "refused"), ("exclusion", "done")]
     assert not desk.slurm.node_views["n3"].draining
+
+
+PASSED = Answer(outcome="passed", text="exit status 0")
+FAILED = Answer(outcome="failed", text="exit status 1: GPU 3 ECC")
+HUNG = Answer(outcome="silent", text="not finished within 30 s, killed")
+MISSING = Answer(outcome="not asked", text="nhc: there is no such command, or it is not executable")
+
+
+def drained(desk: Desk, grounds: Any) -> list[tuple[str, str, str]]:
+    desk.carry_out_slowly(api.DrainNode(drain=1, node="n3", reason="silent for 6.0 s", grounds=grounds))
+    return [(step.step, step.outcome, step.text) for step in desk.of(api.DrainStep)]
+
+
+def test_a_node_that_only_died_again_is_not_drained_if_the_sites_check_passes(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, operator=True)
+    desk.site_checks(PASSED)
+    first, last = drained(desk, "died again")
+    text = "node n3: not drained: the site's health check passes there (exit status 0)"
+    assert (first, last[:2]) == (("slurm", "refused", text), ("exclusion", "done"))
+    assert desk.asked == [("77", "n3")]
+    assert not desk.slurm.node_views["n3"].draining
+    assert desk.slurm.calls["drain"] == 0
+    (exclusion,) = Exclusions(tmp_path, "fake").current(1e9)
+    assert exclusion.measure == "exclude"
+
+
+@pytest.mark.parametrize(
+    ("answer", "grounds", "reason"),
+    [
+        (PASSED, "hardware", "resihp: silent for 6.0 s, site check passed: exit status 0"),
+        (FAILED, "hardware", "resihp: silent for 6.0 s, site check failed: exit status 1: GPU 3 ECC"),
+        (FAILED, "died again", "resihp: silent for 6.0 s, site check failed: exit status 1: GPU 3 ECC"),
+        (HUNG, "died again", "resihp: silent for 6.0 s"),
+        (MISSING, "hardware", "resihp: silent for 6.0 s"),
+    ],
+)
+def test_any_other_answer_leaves_the_drain_as_decided(
+    tmp_path: Path, answer: Answer, grounds: Any, reason: str
+) -> None:
+    desk = Desk(tmp_path, operator=True)
+    desk.site_checks(answer)
+    steps = drained(desk, grounds)
+    assert [step[:2] for step in steps] == [("slurm", "done"), ("exclusion", "done")]
+    assert answer.text in steps[0][2]
+    assert desk.slurm.node_views["n3"].reason == reason
+
+
+def test_nobody_is_asked_about_a_node_that_is_not_to_be_drained(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, operator=True)
+    desk.site_checks(PASSED)
+    desk.do(api.DrainNode(drain=1, node="n3", reason="silent", measure="exclude", grounds="died"))
+    desk.do(api.DrainNode(drain=2, node="n1", reason="Xid 79"))  # the batch host
+    assert desk.asked == []
+    assert next((e.step, e.outcome) for e in desk.of(api.DrainStep)) == ("exclusion", "done")
+
+
+def test_other_requests_do_not_wait_for_the_sites_check(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, operator=True)
+    desk.site_checks(None)
+    desk.do(api.DrainNode(drain=1, node="n3", reason="silent", grounds="died again"), 5.0)
+    desk.ask(seconds=1.0)
+    assert desk.submitted
+    assert not desk.of(api.DrainStep)
+    desk.site_answer = FAILED
+
+
+def test_a_job_that_ends_waits_for_the_sites_check_only_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resihp.wrapper.slurm_tasks.desk.LAST_CHECK_TIMEOUT_S", 0.2)
+    desk = Desk(tmp_path, operator=True)
+    desk.site_checks(None)
+    desk.desk.carry_out(api.DrainNode(drain=1, node="n3", reason="Xid 79", grounds="hardware"))
+    desk.ends()
+    assert desk.slurm.node_views["n3"].reason == "resihp: Xid 79"
+    desk.site_answer = PASSED
+    again = Desk(tmp_path / "again", operator=True)
+    again.site_checks(PASSED)
+    again.desk.carry_out(api.DrainNode(drain=1, node="n3", reason="silent", grounds="died again"))
+    again.ends()
+    assert not again.slurm.node_views["n3"].draining
 
 
 def test_without_rights_the_site_is_asked(desk: Desk) -> None:

@@ -35,6 +35,14 @@ DEFAULT_TIMEOUT_S = 30.0
 TIMEOUT_FACTORS = {"torch": 3, "nodes": 3}
 """Factors by which the timeout is longer for checks that start large programs, or programs on all nodes."""
 
+OUTCOME_STYLES = {
+    "ok": "green",
+    "warning": "yellow",
+    "failed": "bold red",
+    "skipped": "dim",
+    "unknown": "bold magenta",
+}
+
 _log = logging.getLogger("resihp.doctor")
 
 
@@ -109,6 +117,8 @@ def here(job_file: Path | None = None) -> dict[str, Check]:
         "ledger": lambda: places.ledger(job_file),
         "ports": places.ports,
     }
+    if list(places.health_command()):
+        checks_here["health command"] = places.health_command
     if _has_site_folders(job_file):
         checks_here["site"] = lambda: places.site_folders(job_file)
     return checks_here
@@ -178,6 +188,17 @@ def _finding(check: str, outcome: object, text: str, advice: str = "") -> CheckR
 
 def show(findings: Sequence[CheckResult]) -> None:
     """Print the report on stdout, and its summary on stderr."""
+    print_table(findings)
+    counts = {outcome: sum(finding.outcome == outcome for finding in findings) for outcome in OUTCOME_STYLES}
+    totals = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
+    end = "resihp can run here" if is_healthy(findings) else "resihp cannot run here as it is"
+    if not counts["failed"] and counts["unknown"]:
+        end = "checks without an answer may hide a fault"
+    print(f"resihp: {totals}: {end}", file=sys.stderr)
+
+
+def print_table(findings: Sequence[CheckResult]) -> None:
+    """Print one line for each result on stdout, with its advice below it."""
     from rich.text import Text
 
     from resihp.wrapper.output.answers import console
@@ -185,18 +206,11 @@ def show(findings: Sequence[CheckResult]) -> None:
     from resihp.wrapper.output.tables import Column
     from resihp.wrapper.output.tables import show as show_table
 
-    styles = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim", "unknown": "bold magenta"}
     columns = (Column("check"), Column("", kept=True), Column("finding and advice", wraps=True))
     rows = []
     for finding in findings:
         text = Text(literal(finding.text))
         if finding.advice:
             text.append(f"\n-> {literal(finding.advice)}", style="cyan")
-        rows.append((finding.check, Text(finding.outcome, style=styles[finding.outcome]), text))
+        rows.append((finding.check, Text(finding.outcome, style=OUTCOME_STYLES[finding.outcome]), text))
     show_table(console(), columns, rows)
-    counts = {outcome: sum(finding.outcome == outcome for finding in findings) for outcome in styles}
-    totals = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
-    end = "resihp can run here" if is_healthy(findings) else "resihp cannot run here as it is"
-    if not counts["failed"] and counts["unknown"]:
-        end = "checks without an answer may hide a fault"
-    print(f"resihp: {totals}: {end}", file=sys.stderr)

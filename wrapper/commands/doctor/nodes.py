@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from resihp.wrapper.commands.doctor.machine import CheckResult, Outcome, gpus, limits
-from resihp.wrapper.commands.doctor.places import journal, nearest
+from resihp.wrapper.commands.doctor.places import health_command, journal, nearest
 from resihp.wrapper.launch.interfaces import meant, missing, present
 from resihp.wrapper.launch.ports import Ports, listen
 
@@ -45,6 +45,7 @@ ON_NODES = {
     "gpus": gpus,
     "limits": lambda: limits(int(os.environ.get("SLURM_NNODES") or 1)),
     "journal": journal,
+    "health command": health_command,
 }
 """Checks that a probe runs, in addition to the checks of the home, the connection and the clock."""
 MAX_NODES_NAMED = 8

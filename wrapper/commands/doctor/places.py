@@ -25,11 +25,11 @@ from sqlalchemy.exc import DBAPIError
 from resihp.db.engine import is_on_network, make_engine, masked, refusal, resolve
 from resihp.db.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from resihp.errors import ResihpError
-from resihp.wrapper import job_folder
+from resihp.wrapper import job_folder, site_check
 from resihp.wrapper.commands.doctor.machine import CheckResult
 from resihp.wrapper.config import container
 from resihp.wrapper.config.program import missing_script
-from resihp.wrapper.config.sources import read, site_files
+from resihp.wrapper.config.sources import SITE_FILE, read, site_files
 from resihp.wrapper.job_folder import NO_LOCKS
 from resihp.wrapper.sinks.fanout import asked
 from resihp.wrapper.site_folders import audit
@@ -146,6 +146,23 @@ def _free_bytes(folder: Path) -> int:
 
 def _free(folder: Path) -> str:
     return f"{_free_bytes(folder) / 1e9:.1f} GB free"
+
+
+def health_command() -> Iterator[CheckResult]:
+    """Check that the site's health check of a node could be started here; yield nothing if the site has none."""
+    try:
+        command = read({}).site.health_command
+    except ResihpError:
+        return  # the check of the configuration reports the error
+    if not command:
+        return
+    program = site_check.program_path(command[0])
+    if program is None:
+        text = f"{command[0]}: not on this machine, or not executable: nodes without it are drained without being asked"
+        advice = f"if all nodes have it, ignore this; else correct health_command in [site] of {SITE_FILE}"
+        yield CheckResult(check="health command", outcome="warning", text=text, advice=advice)
+    else:
+        yield CheckResult(check="health command", outcome="ok", text=program)
 
 
 # --- configured services --------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from resihp.errors import OwnershipError, UsageError
-from resihp.wrapper.commands.node import maintenance
+from resihp.wrapper.commands.node import check, maintenance
 from resihp.wrapper.commands.node.audited import audited
 from resihp.wrapper.commands.node.holding import holder, home_of, lists_with, user
 from resihp.wrapper.commands.node.maintenance import connect
@@ -52,6 +52,7 @@ def register(app: typer.Typer) -> None:
     nodes.command("exclude")(exclude)
     nodes.command("list")(show)
     nodes.command("health")(health)
+    check.register(nodes)
     maintenance.register(nodes)
     app.add_typer(nodes, name="node")
 
@@ -103,6 +104,7 @@ def drain(
 def undrain(node: NodeArgument, job: JobOption = None, spool: SpoolOption = None, as_json: JsonOption = False) -> None:
     """Undo your own drain, and let your jobs use the node again.
 
+    If the site has a health check, it must pass where it can be asked.
     A drain with another owner's reason stays. Without --job, the node is removed
     from the exclusion list that has it, of any of your folders.
     """
@@ -113,6 +115,7 @@ def undrain(node: NodeArgument, job: JobOption = None, spool: SpoolOption = None
 
     slurm = connect()
     exclusions = _exclusions(slurm, home_of(job)) if job else _list_with(slurm, node)
+    check.before_undrain(slurm, node)
     steps = descend(
         slurm,
         node,
@@ -346,6 +349,8 @@ def _rows(cluster: str, slurm: Slurm | None) -> list[dict[str, Any]]:
                 "state": None if view is None else "+".join([view.state, *sorted(view.flags)]),
                 "reason": view.reason or None if view is not None else None,
                 "reason_by": view.reason_by or None if view is not None else None,
+                "checked_at": _iso(item.checked_at) if item.checked_at else None,
+                "check": item.check or None,
             }
         )
     return rows
@@ -378,6 +383,8 @@ def _show_list(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         until = "-" if row["excluded_until"] is None else row["excluded_until"][:16].replace("T", " ")
         why = row["reason"] or row["excluded_because"]
+        if row["check"]:
+            why += f"; checked {row['checked_at'][:16].replace('T', ' ')}: {row['check']}"
         drained = "yes" if row["drained_by_us"] else "no"
         cells.append((row["node"], row["measure"], until, row["state"] or "-", drained, why))
     columns = (

@@ -43,6 +43,11 @@ def holder(slurm: Slurm, node: str, job: str | None) -> JobView:
     raise UsageError(f"node {node[:80]!a}: {problem}; name the job that does: resihp node drain {node[:80]} --job ID")
 
 
+def running_on(slurm: Slurm, node: str) -> JobView | None:
+    """Return a running job of the user that holds this node; None if none of the jobs known here does."""
+    return next((view for view in _own_views(slurm, None) if view.state == "running" and node in view.nodes), None)
+
+
 def _own_views(slurm: Slurm, job: str | None) -> list[JobView]:
     """Return Slurm's view of the named job, or of all jobs of the user that are known here.
 

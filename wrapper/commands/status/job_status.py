@@ -40,6 +40,7 @@ EVENT_KINDS = (
     ),
     *("Suspected", "SuspicionCleared", "CoverageChanged"),
     *("DrainDecided", "DrainAnswered", "NodeReleased", "ReplacementAsked", "ReplacementChanged", "SlurmSaw"),
+    "ReservationSeen",
     *("LeaderChosen", "JobSignalled", "FaultInjected", "CheckpointCommitted", "JobEnded"),
 )
 

@@ -276,6 +276,31 @@ def test_where_the_journal_is(fresh_home: Path, monkeypatch: pytest.MonkeyPatch,
     assert only(places.journal()).outcome == outcome
 
 
+@pytest.mark.parametrize(
+    ("command", "outcome", "text"),
+    [
+        ("true", "ok", "/true"),
+        ("/usr/sbin/no-such-check", "warning", "not on this machine, or not executable"),
+        ("/etc/passwd", "warning", "not on this machine, or not executable"),
+    ],
+)
+def test_the_sites_health_command_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, outcome: str, text: str
+) -> None:
+    file = tmp_path / "site.toml"
+    file.write_text(f"[site]\nhealth_command = ['{command}']\n")
+    configured = places.read({}, site=(file,), authority=file)
+    monkeypatch.setattr(places, "read", lambda *given: configured)
+    assert "health command" in doctor.here()
+    finding = only(places.health_command())
+    assert finding.outcome == outcome
+    assert text in finding.text
+
+
+def test_a_site_without_a_health_command_is_not_told_of_it(fresh_home: Path) -> None:
+    assert "health command" not in doctor.here()
+
+
 def test_a_slow_disk_is_told(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "file_system", lambda path: "ext4")
     monkeypatch.setattr(places, "_sync_s", lambda folder: 0.2)

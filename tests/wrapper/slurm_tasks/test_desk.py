@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -287,8 +287,45 @@ def test_a_job_that_asks_for_none_has_no_comment(desk: Desk) -> None:
 def test_a_healthy_job_hardly_asks_anything(desk: Desk) -> None:
     desk.wait(600)
     assert desk.calls <= 7
-    assert desk.slurm.calls["nodes"] <= 4
+    assert desk.slurm.calls["nodes"] <= 1
     assert desk.of(api.TimeLeft) == [api.TimeLeft(seconds=7200.0)]
+
+
+def test_the_more_jobs_a_user_has_the_less_each_of_them_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESIHP_STATE", str(tmp_path / "state"))
+
+    def known(number: int, state: str = "running", cluster: str = "fake") -> None:
+        name = str(number)
+        where = {"folder": f"/{name}", "host": "h", "user": "me", "cluster": cluster}
+        entry = registry.KnownJob(name=name, slurm_job=name, state=state, began_at=1.0, **where)
+        assert registry.save(entry) == ""
+
+    def calls_in_a_day() -> int:
+        desk = Desk(tmp_path / "home")
+        desk.ends_at = None
+        desk.wait(86400.0)
+        return desk.calls
+
+    alone = calls_in_a_day()
+    for number in range(40):
+        known(1000 + number, state="completed")
+        known(2000 + number, cluster="another")
+    assert calls_in_a_day() == alone
+    for number in range(40):
+        known(number)
+    assert calls_in_a_day() == pytest.approx(alone / 4, rel=0.05)
+    for number in range(2000):
+        known(number)
+    assert calls_in_a_day() == pytest.approx(alone / 10, rel=0.1), "however many there are"
+
+
+def test_a_registry_that_hangs_changes_nothing(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = threading.Event()
+    monkeypatch.setattr(registry, "ANSWER_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(registry, "entries", lambda: ([], hangs.wait(60)))
+    desk.wait(LIMIT_EVERY_S + 1)
+    hangs.set()
+    assert desk.slurm.calls["jobs"] == 2
 
 
 def test_nodes_are_asked_for_all_together_and_only_changes_are_told(desk: Desk) -> None:
@@ -296,8 +333,18 @@ def test_nodes_are_asked_for_all_together_and_only_changes_are_told(desk: Desk) 
     assert [(e.node, e.state) for e in desk.of(api.SlurmSees)] == [(node, "allocated") for node in NODES]
     flags = frozenset({"drain", "planned"})
     desk.slurm.set_node("n2", state="mixed", flags=flags, reason="somebody's", reason_by="admin")
-    events = desk.wait(300)
+    events = [event for event in desk.wait(900) if isinstance(event, api.SlurmSees)]
     assert events == [api.SlurmSees(node="n2", state="mixed+drain", reason="somebody's")]
+
+
+def test_a_job_that_leaves_drained_nodes_looks_for_them_more_often(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    settings = msgspec.structs.replace(desk.request.settings, on_drain="vacate")
+    desk.request = msgspec.structs.replace(desk.request, settings=settings)
+    desk.another()
+    desk.wait(100)
+    desk.slurm.set_node("n2", flags=frozenset({"drain"}), reason="somebody's")
+    assert desk.wait(180) == [api.SlurmSees(node="n2", state="allocated+drain", reason="somebody's")]
 
 
 def test_a_time_limit_that_slurm_does_not_tell_is_asked_for_again(desk: Desk) -> None:
@@ -323,14 +370,6 @@ def test_a_time_limit_that_somebody_changes_is_seen(desk: Desk) -> None:
     asked = desk.do(api.AskTimeLeft())
     assert asked == [api.TimeLeft(seconds=None)], "at once where something hangs on it"
     assert desk.do(api.AskTimeLeft()) == [], "nothing new"
-
-
-def test_while_a_request_waits_the_time_limit_costs_no_call(desk: Desk) -> None:
-    desk.ask(seconds=100)
-    desk.ends_at = desk.now + 60
-    asked = desk.slurm.calls["jobs"]
-    assert [event.seconds for event in desk.wait(16) if isinstance(event, api.TimeLeft)]
-    assert desk.slurm.calls["jobs"] <= asked + 2
 
 
 def test_a_time_limit_that_was_said_at_the_start_is_not_asked_for(desk: Desk) -> None:
@@ -457,11 +496,20 @@ def test_a_release_that_does_not_happen_is_told(desk: Desk, how: str, outcome: s
 # --- Slurm's view -------------------------------------------------------------------------------------------------
 
 
-def test_a_watched_node_is_looked_at_until_slurm_knows(desk: Desk) -> None:
+def test_a_watched_node_is_looked_at_until_slurm_knows(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     desk.wait(100)
+    asked: list[tuple[str, ...]] = []
+    original = desk.slurm.nodes
+
+    def noted(names: Sequence[str]) -> Mapping[str, NodeView]:
+        asked.append(tuple(names))
+        return original(names)
+
+    monkeypatch.setattr(desk.slurm, "nodes", noted)
     before = desk.slurm.calls["nodes"]
     desk.do(api.WatchNode(node="n3"), 60)
     assert 2 <= desk.slurm.calls["nodes"] - before <= 5
+    assert set(asked) == {("n3",)}, "only about this one"
     desk.slurm.set_node("n3", flags=frozenset({"not_responding"}))
     assert desk.wait(65) == [api.SlurmSees(node="n3", state="allocated+not_responding", reason="")]
     desk.slurm.set_node("n3", state="down", flags=frozenset({"not_responding"}), reason="Not responding")
@@ -471,7 +519,8 @@ def test_a_watched_node_is_looked_at_until_slurm_knows(desk: Desk) -> None:
     desk.wait(600)
     assert desk.slurm.calls["nodes"] - before <= 4
     desk.slurm.set_node("n3", state="idle", flags=frozenset(), reason="")
-    assert desk.wait(200) == [api.SlurmSees(node="n3", state="idle", reason="")]
+    events = [event for event in desk.wait(900) if isinstance(event, api.SlurmSees)]
+    assert events == [api.SlurmSees(node="n3", state="idle", reason="")]
 
 
 def test_a_node_that_slurm_never_loses_is_not_watched_for_ever(desk: Desk) -> None:
@@ -856,6 +905,7 @@ def test_another_supervisor_knows_the_nodes_that_came(tmp_path: Path) -> None:
     desk.ask(2)
     desk.slurm.start("1", "n5")
     desk.slurm.finish("2", "failed")
+    desk.wait(1)
     desk.another()
     news = [event for event in desk.wait(100) if isinstance(event, api.ReplacementNews)]
     assert [(e.replacement, e.state, e.slurm_job, e.node) for e in news] == [

@@ -68,9 +68,8 @@ def show(title: str, answers: Mapping[str, tuple[int, int]], seconds: float, job
         print(f"  {kind:28s} {count:6d}  {count / minutes / jobs:6.2f} a job and minute  {time_us / 1000:8.1f} ms")
     count = sum(number for number, _ in answers.values())
     share = whole_us / total_us if total_us else 0.0
-    print(
-        f"  {'all':28s} {count:6d}  {count / minutes / jobs:6.2f} a job and minute  {total_us / 1000:8.1f} ms", end=""
-    )
+    rate = count / minutes / jobs
+    print(f"  {'all':28s} {count:6d}  {rate:6.2f} a job and minute  {total_us / 1000:8.1f} ms", end="")
     print(f"  of that whole tables: {share:.0%}", flush=True)
 
 

@@ -72,7 +72,7 @@ class SlurmDesk:
         self._own_job = OwnJob(request.slurm.job_id, slurm, clock, now)
         self._replacements = Replacements(request, slurm, submit, now)
         self._nodes = Nodes(request, slurm, self._replacements, exclusions, now)
-        self._pace = Pace(request.slurm.cluster)
+        self._pace = Pace(request.slurm.cluster, now)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slurm")
         self._agenda = Agenda(clock)
         self._turn = asyncio.Lock()

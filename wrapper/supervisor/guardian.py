@@ -38,6 +38,8 @@ SUCCESSOR_TIMEOUT_S = 90.0
 """How long the job may have no leader before the guardian has Slurm requeue it: longer than agents survive without a
 leader."""
 LOOK_EVERY_S = 1.0
+STOPPED_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit codes of a job that was stopped on request."""
 
 Command = Callable[[Path, Sequence[str]], Sequence[str]]
 """(run file, extra options) -> command line that starts a supervisor."""
@@ -75,6 +77,8 @@ def guard(run_file: Path, command: Command = supervisor_command) -> int:
         note_end(request.of_job, status)  # it was refused before it began
     if status == REQUEUE_REQUESTED:
         status = _requeue(request)
+    elif status in STOPPED_CODES and request.slurm is not None and _is_batch_script():
+        _cancel(request.slurm.job_id)
     return status
 
 
@@ -126,6 +130,23 @@ def _is_led(job: Job) -> bool:
         with socket.create_connection((address.host, address.port), timeout=LOOK_EVERY_S):
             return True
     return False
+
+
+def _is_batch_script() -> bool:
+    """Return whether this process is the batch script itself (`exec resihp run`), so that nothing follows it in the
+    Slurm job."""
+    with suppress(OSError):
+        return Path(f"/proc/{os.getppid()}/comm").read_text().strip() == "slurmstepd"
+    return False
+
+
+def _cancel(job_id: str) -> None:
+    """Cancel the Slurm job, whose training was stopped on request: Slurm would call it FAILED because of its exit
+    code."""
+    from resihp.slurm.commands import CommandLine
+    from resihp.wrapper.slurm_tasks.requeue import cancel
+
+    cancel(job_id, CommandLine())
 
 
 def _requeue(request: RunRequest) -> int:

@@ -294,10 +294,10 @@ def test_a_healthy_job_hardly_asks_anything(desk: Desk) -> None:
 def test_the_more_jobs_a_user_has_the_less_each_of_them_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RESIHP_STATE", str(tmp_path / "state"))
 
-    def known(number: int, state: str = "running", cluster: str = "fake") -> None:
+    def known(number: int, state: str = "running", cluster: str = "fake", began_at: float = 1e9) -> None:
         name = str(number)
         where = {"folder": f"/{name}", "host": "h", "user": "me", "cluster": cluster}
-        entry = registry.KnownJob(name=name, slurm_job=name, state=state, began_at=1.0, **where)
+        entry = registry.KnownJob(name=name, slurm_job=name, state=state, began_at=began_at, **where)
         assert registry.save(entry) == ""
 
     def calls_in_a_day() -> int:
@@ -310,6 +310,7 @@ def test_the_more_jobs_a_user_has_the_less_each_of_them_asks(tmp_path: Path, mon
     for number in range(40):
         known(1000 + number, state="completed")
         known(2000 + number, cluster="another")
+        known(3000 + number, began_at=1e9 - 30 * 86400.0)
     assert calls_in_a_day() == alone
     for number in range(40):
         known(number)

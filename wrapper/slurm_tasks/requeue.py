@@ -141,10 +141,12 @@ def end_for_good(job_id: str, slurm: Slurm) -> None:
 
 
 def cancel(job_id: str, slurm: Slurm) -> None:
-    """Cancel the job, so that Slurm records it as CANCELLED. Main thread only."""
+    """Cancel the job if it is still running, so that Slurm records it as CANCELLED. Main thread only."""
     with _deferring_term():
         try:
-            slurm.cancel(job_id)
+            view = slurm.job(job_id)
+            if view is not None and view.state == "running":
+                slurm.cancel(job_id)
         except SlurmError as error:
             say(f"{error}; Slurm will record the job as FAILED with the exit code of a stopped job")
 

@@ -23,6 +23,7 @@ from types import FrameType
 
 import msgspec
 
+from resihp.errors import ResihpError
 from resihp.process import adopt_orphans, ending, name_process, wait_for
 from resihp.wrapper import early_signals
 from resihp.wrapper.config.run_spec import RunRequest, load
@@ -39,7 +40,7 @@ SUCCESSOR_TIMEOUT_S = 90.0
 leader."""
 LOOK_EVERY_S = 1.0
 STOPPED_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-"""Exit codes of a job that was stopped on request."""
+"""Exit codes of a job that was stopped, by an operator or by Slurm."""
 
 Command = Callable[[Path, Sequence[str]], Sequence[str]]
 """(run file, extra options) -> command line that starts a supervisor."""
@@ -78,7 +79,7 @@ def guard(run_file: Path, command: Command = supervisor_command) -> int:
     if status == REQUEUE_REQUESTED:
         status = _requeue(request)
     elif status in STOPPED_CODES and request.slurm is not None and _is_batch_script():
-        _cancel(request.slurm.job_id)
+        _cancel_if_stopped(request)
     return status
 
 
@@ -140,13 +141,18 @@ def _is_batch_script() -> bool:
     return False
 
 
-def _cancel(job_id: str) -> None:
-    """Cancel the Slurm job, whose training was stopped on request: Slurm would call it FAILED because of its exit
-    code."""
+def _cancel_if_stopped(request: RunRequest) -> None:
+    """Cancel the Slurm job if an operator has stopped its training: Slurm would call it FAILED because of its exit
+    code. A job that Slurm itself has stopped may be queued again."""
+    from resihp.record.journal import JobSignalled
     from resihp.slurm.commands import CommandLine
     from resihp.wrapper.slurm_tasks.requeue import cancel
 
-    cancel(job_id, CommandLine())
+    assert request.slurm is not None
+    with suppress(OSError, ResihpError):
+        signals = [record.entry for record in request.of_job.records() if isinstance(record.entry, JobSignalled)]
+        if any(entry.meaning == "operator" for entry in signals):
+            cancel(request.slurm.job_id, CommandLine())
 
 
 def _requeue(request: RunRequest) -> int:

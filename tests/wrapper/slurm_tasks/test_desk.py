@@ -197,9 +197,10 @@ def test_the_comment_tells_how_far_the_job_is_at_a_low_rate(told: Told) -> None:
         told.happens(committed(iteration))
         told.desk.wait(1)
     assert told.desk.calls <= 9
-    told.desk.wait(1)
-    assert told.says() == "resihp: iteration 599, loss 2.5000 (2001-09-09 01:46 UTC)"
-    assert told.written == 2
+    assert told.says() == "resihp: iteration 59, loss 2.5000 (2001-09-09 01:46 UTC)", "a minute after the start"
+    told.desk.wait(61)
+    assert told.says() == "resihp: iteration 599, loss 2.5000 (2001-09-09 01:46 UTC)", "and every ten minutes"
+    assert told.written == 3
 
 
 def test_lost_nodes_are_told_once_a_minute_at_most_and_the_end_at_once(told: Told) -> None:

@@ -179,7 +179,7 @@ class Slurm(Protocol):
         """Return a job that is pending, running or recently ended; None if Slurm does not know it."""
 
     def jobs(self, job_ids: Iterable[str]) -> Mapping[str, JobView]:
-        """Return several jobs in one call, by id. Unknown jobs are omitted."""
+        """Return several jobs, by id. Unknown jobs are omitted."""
 
     def request(self, job_id: str) -> JobRequest:
         """Return the resources that a running job requested at its submission. Raises SlurmRefusedError for an unknown

@@ -1,10 +1,10 @@
 """Rate limit for Slurm: one `Polite` client for each job stands between the callers and the controller, which all jobs
 share.
 
-Decides when to send a query and when to return the last answer. In steady state, nodes are queried at most once a
-minute, all in one call; a caller that knows of a change states how old an answer may be (`fresh_s`). After a failure, a
-query is not sent again for a pause that doubles with each failure; during the pause the failure is raised again, and no
-old view is returned. Orders that change something are always sent, and nothing is ever retried.
+Decides when to send a query and when to return the last answer. Only names without a recent answer are queried, a node
+at most once a minute in steady state; a caller that knows of a change states how old an answer may be (`fresh_s`).
+After a failure, a query is not sent again for a pause that doubles with each failure; during the pause the failure is
+raised again, and no old view is returned. Orders that change something are always sent, and nothing is ever retried.
 
 Implements the protocol `resihp.slurm.client.Slurm`, so that callers can use it like any other client. Safe to use from
 several threads: threads that send the same query at the same time share one call.
@@ -26,8 +26,6 @@ from resihp.slurm.errors import SlurmError
 
 NODES_FRESH_S = 60.0
 JOBS_FRESH_S = 15.0
-FORGET_AFTER_PERIODS = 5
-"""A name that was not queried for this many times `fresh_s` is omitted from later calls."""
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 300.0
 
@@ -68,20 +66,18 @@ class _Views(Generic[_View]):
         self._lock = threading.Lock()
         self._views: dict[str, _View | None] = {}
         self._seen: dict[str, float] = {}
-        self._wanted: dict[str, float] = {}
         self._pause = _Pause()
 
-    def get(self, names: Iterable[str], fresh_s: float, remember_s: float, urgent: bool = False) -> dict[str, _View]:
+    def get(self, names: Iterable[str], fresh_s: float, urgent: bool = False) -> dict[str, _View]:
         wanted_names = list(dict.fromkeys(names))
         with self._lock:
             # Read the clock after waiting for the lock: another thread may have queried these names meanwhile.
             now = self._clock()
-            for name in wanted_names:
-                self._wanted[name] = now
-            if any(name not in self._seen or now - self._seen[name] >= fresh_s for name in wanted_names):
+            stale_names = [name for name in wanted_names if name not in self._seen or now - self._seen[name] >= fresh_s]
+            if stale_names:
                 if not urgent:
                     self._pause.check(now)
-                self._refresh(now, remember_s)
+                self._refresh(stale_names, now)
             return {name: view for name in wanted_names if (view := self._views[name]) is not None}
 
     def forget(self, name: str) -> None:
@@ -89,12 +85,7 @@ class _Views(Generic[_View]):
         with self._lock:
             self._seen.pop(name, None)
 
-    def _refresh(self, now: float, remember_s: float) -> None:
-        """Query all names that were queried recently, so that their next callers find the answer in the cache."""
-        for name in [name for name, when in self._wanted.items() if now - when > remember_s]:
-            for cache in (self._wanted, self._seen, self._views):
-                cache.pop(name, None)
-        names = list(self._wanted)
+    def _refresh(self, names: list[str], now: float) -> None:
         try:
             views = self._fetch(names)
         except SlurmError as error:
@@ -147,7 +138,7 @@ class Polite:
         """Return the views of these nodes. `fresh_s`: how old an answer may be; 0 after a known change, None for the
         default."""
         usual = self._nodes_fresh_s
-        return self._nodes.get(names, usual if fresh_s is None else fresh_s, usual * FORGET_AFTER_PERIODS)
+        return self._nodes.get(names, usual if fresh_s is None else fresh_s)
 
     def partition_nodes(self, partition: str) -> Mapping[str, NodeView]:
         return self._count("partition_nodes", self._slurm.partition_nodes)(partition)
@@ -169,7 +160,7 @@ class Polite:
         """Return the views of these jobs. `fresh_s` as for `nodes`; `urgent`: send the query even during the pause
         after a failure."""
         usual = self._jobs_fresh_s
-        return self._jobs.get(job_ids, usual if fresh_s is None else fresh_s, usual * FORGET_AFTER_PERIODS, urgent)
+        return self._jobs.get(job_ids, usual if fresh_s is None else fresh_s, urgent)
 
     def request(self, job_id: str) -> JobRequest:
         with self._constant:

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 LOCK_PATIENCE_S = 2.0
 """How long to wait for the lock, in seconds: commands that check whether a job is alive hold it for a moment."""
+SLURM_TIMEOUT_S = 3.0
+"""How long to wait for Slurm's answer about a submitted job."""
 MAX_HOMES = 3
 """Most other homes that a message names."""
 
@@ -298,12 +300,29 @@ def gone(entry: registry.KnownJob) -> str:
     """Explain why a registered job's folder is missing."""
     if entry.state == registry.QUEUED:
         at = f"{datetime.fromtimestamp(entry.began_at, UTC):%m-%d %H:%M:%S} UTC"
-        number = entry.slurm_job
-        how = f"squeue --start --jobs={number} shows when it may begin, scancel {number} ends it"
-        return f"submitted {at} and has not begun; {how}"
+        return f"submitted {at} and {_why_not_begun(entry)}"
     if entry.host != socket.gethostname():
         return f"its folder {entry.folder} is not seen from here; it was made on {entry.host}: look there"
     return f"its folder {entry.folder} is gone; resihp jobs --all lists the others"
+
+
+def _why_not_begun(entry: registry.KnownJob) -> str:
+    """Tell whether a submitted job still waits in Slurm. Without an answer of Slurm, it counts as waiting."""
+    from resihp.slurm.commands import CommandLine
+    from resihp.slurm.errors import SlurmError
+
+    number, slurm = entry.slurm_job, CommandLine(timeout_s=SLURM_TIMEOUT_S)
+    waits = f"has not begun; squeue --start --jobs={number} shows when it may begin, scancel {number} ends it"
+    try:
+        if entry.cluster and slurm.cluster() != entry.cluster:
+            return waits
+        view = slurm.job(number)
+    except SlurmError:
+        return waits
+    if view is not None and view.active:
+        return waits
+    state = f"is {view.state}" if view is not None else "is no longer known to Slurm"
+    return f"never began: Slurm job {number} {state}; sacct -j {number} has more where Slurm keeps accounts"
 
 
 def job_of(entry: registry.KnownJob) -> Job:

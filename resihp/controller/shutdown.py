@@ -100,6 +100,8 @@ def stop_asked(job: Job, event: api.StopAsked) -> None:
     stop_request = job.stop_request
     if event.at_once:
         job.do(api.Reply(request=event.request, ok=True, text="the job ends at once"))
+        if stop_request is None or not stop_request.journaled:
+            job.log(JobSignalled(signal=0, nodes=(), meaning="operator"))
         endings.end(job, 128 + signals.SIGTERM, f"stopped by an operator, at once; {_unsaved(job)}")
     elif stop_request is not None and stop_request.meaning != "warning":
         job.do(api.Reply(request=event.request, ok=True, text="the job is already stopping"))

@@ -56,7 +56,7 @@ def test_what_an_operator_stops_in_slurm_is_saved_too(cluster: MakeCluster) -> N
         desk.until_committed(job, 3)
         done = desk.run(*command, job)
         assert done.returncode == 0, done.stderr
-        assert desk.wait(job, 30)[0] == "FAILED", "Slurm's word for an exit code that is not 0"
+        assert desk.wait(job, 30)[0] == "CANCELLED", "not FAILED, as an exit code that is not 0 would be"
         desk.until(lambda job=job: desk.of(job, JobEnded), job)
         assert [entry.meaning for entry in desk.of(job, JobSignalled)] == ["operator"], desk.output(job)
         assert desk.of(job, JobEnded)[0].exit_code == code

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from resihp.record.journal import CheckpointCommitted, DrainDecided, FailureFound, JobEnded, JobSignalled
+from resihp.record.journal import CheckpointCommitted, DrainDecided, FailureFound, JobEnded, JobSignalled, NodeLost
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference
 
 pytestmark = pytest.mark.timeout(400)
@@ -71,3 +73,27 @@ def test_a_job_whose_time_is_up_is_saved_and_comes_back(cluster: MakeCluster, re
     assert desk.run("scontrol", "update", f"JobId={job}", "TimeLimit=2").returncode == 0
     desk.until(lambda: desk.of(job, JobEnded), job, timeout_s=150)
     assert_goes_on(desk, job, assert_saved(desk, job, "warning"), reference)
+
+
+STOPPED_S = 12.0
+"""Longer than a silent node is waited for."""
+
+
+def test_a_job_that_is_stopped_goes_on_when_it_is_continued(cluster: MakeCluster, reference: Reference) -> None:
+    """STOP reaches agents and workers, but not the batch script: nobody is silent for a fault of their own."""
+    desk = Desk(cluster(nodes=2, gpus=2), forks=False)
+    desk.pace(0.1)
+    job = desk.sbatch_training(ITERATIONS, nodes=2)
+    desk.until_committed(job, 3)
+    assert desk.run("scancel", "--signal=STOP", job).returncode == 0
+    until = time.monotonic() + STOPPED_S
+    desk.until(lambda: time.monotonic() > until, job, STOPPED_S + 60)
+    before = desk.committed(job)
+    assert f"training waits, no node is blamed; try: scancel --signal=CONT {job}" in desk.output(job)
+    assert desk.run("scancel", "--signal=CONT", job).returncode == 0
+    desk.until_committed(job, before + 2)
+    desk.pace(0.0)
+    assert desk.wait(job) == ("COMPLETED", "0:0"), desk.output(job)
+    reference.check(desk.rows("iterations", job))
+    assert desk.of(job, NodeLost) == []
+    assert desk.of(job, FailureFound) == []

@@ -13,7 +13,7 @@ import pytest
 
 from resihp.slurm.client import PREFIX
 from resihp.slurm.command_call import LIMIT_BYTES
-from resihp.slurm.commands import MAX_NAMES_PER_CALL, CommandLine
+from resihp.slurm.commands import MAX_NAMES_PER_CALL, MAX_SINGLE_CALLS, CommandLine
 from resihp.slurm.errors import SlurmError, SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
 from resihp.slurm.parsing.fields import FIELD, RECORD
 from tests.integration.cluster import Cluster
@@ -215,6 +215,20 @@ def test_many_nodes_are_asked_about_in_portions(programs: Programs) -> None:
     programs.put("sinfo")
     slurm(programs).nodes([f"n{i}" for i in range(MAX_NAMES_PER_CALL + 1)] * 2)
     assert [len(call[call.index("-n") + 1].split(",")) for call in programs.calls("sinfo")] == [MAX_NAMES_PER_CALL, 1]
+
+
+def test_few_nodes_and_jobs_are_asked_about_one_by_one(programs: Programs) -> None:
+    """For several at once, slurmctld sends all nodes of the cluster, and all jobs."""
+    programs.put("sinfo")
+    programs.put("squeue")
+    names = [f"n{i}" for i in range(MAX_SINGLE_CALLS)]
+    slurm(programs).nodes(names)
+    slurm(programs).jobs(["7", "8", "7"])
+    assert [call[call.index("-n") + 1] for call in programs.calls("sinfo")] == names
+    assert [call[call.index("-j") + 1] for call in programs.calls("squeue")] == ["7", "8"]
+    slurm(programs).nodes([*names, "another"])
+    (all_at_once,) = programs.calls("sinfo")[MAX_SINGLE_CALLS:]
+    assert len(all_at_once[all_at_once.index("-n") + 1].split(",")) == MAX_SINGLE_CALLS + 1
 
 
 def test_a_job_is_found_by_either_of_its_ids(programs: Programs) -> None:

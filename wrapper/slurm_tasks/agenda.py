@@ -1,16 +1,31 @@
-"""Queue of work for Slurm with due times. Each work has a key, so that the same work is not planned twice.
+"""Queue of work for Slurm with due times, and the pace of one user's jobs.
 
-Knows nothing about Slurm. Owned by `resihp.wrapper.slurm_tasks.desk`; used only in the event loop.
+Each work has a key, so that the same work is not planned twice.
+
+The more jobs of a user run on a cluster, the longer each of them pauses between its routine queries, so that the
+queries of all of them together hardly grow with the number of jobs. Jobs are counted in the user's registry; Slurm is
+asked nothing, and a registry that does not answer changes nothing. Owned by `resihp.wrapper.slurm_tasks.desk`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from resihp.controller import interface as api
+from resihp.wrapper import registry
+
+FULL_PACE_JOBS = 10
+"""Number of running jobs up to which no pause is stretched."""
+MAX_STRETCH = 10.0
+COUNT_EVERY_S = 600.0
+COUNTED_FOR_S = 7 * 86400.0
+"""Age up to which a job counts: the registry keeps a job as running if it died without recording its end."""
+
+_log = logging.getLogger("slurm")
 
 
 @dataclass
@@ -66,3 +81,33 @@ class Agenda:
 def pause_of(pauses_s: tuple[float, ...], tries: int) -> float:
     """Return the pause after `tries` attempts; the last pause repeats."""
     return pauses_s[min(tries, len(pauses_s) - 1)]
+
+
+class Pace:
+    """Factor for the pauses between the routine queries of each job of this user: `stretch`, from 1 to MAX_STRETCH."""
+
+    def __init__(self, cluster: str, now: Callable[[], float]) -> None:
+        """`now` returns UTC in seconds since 1970."""
+        self.stretch = 1.0
+        self._cluster = cluster
+        self._now = now
+
+    def count(self) -> Done:
+        """Count the user's running jobs on this cluster, now and every ten minutes."""
+        counts: list[int] = []
+        trouble = registry.promptly(lambda: counts.append(self._running_jobs()), "registry of jobs")
+        if trouble:
+            _log.info("number of running jobs: %s", trouble)
+        else:
+            self.stretch = min(max(1.0, counts[0] / FULL_PACE_JOBS), MAX_STRETCH)
+        return Done(then=[("pace", COUNT_EVERY_S, self.count)])
+
+    def _running_jobs(self) -> int:
+        since = self._now() - COUNTED_FOR_S
+        return len(
+            {
+                entry.slurm_job
+                for entry in registry.entries()[0]
+                if entry.state == "running" and entry.cluster == self._cluster and entry.began_at > since
+            }
+        )

@@ -19,7 +19,8 @@ from resihp.wrapper.slurm_tasks.own_job import OwnJob
 
 COMMENT_EVERY_S = 600.0
 MIN_COMMENT_PAUSE_S = 60.0
-"""Shortest pause before the comment about a lost node. The comment about the job's end is written at once."""
+"""Shortest pause before the comment about the first iteration or a lost node. The comment about the job's end is
+written at once."""
 
 _log = logging.getLogger("slurm")
 
@@ -48,7 +49,8 @@ class CommentWriter:
         self._commented_at = float("-inf")
 
     def pause_s(self) -> float:
-        """Return the seconds until the comment about a lost node or about the job's end may be written."""
+        """Return the seconds until the comment about the first iteration, a lost node or the job's end may be
+        written."""
         return 0.0 if self._comment.ended else max(0.0, self._commented_at + MIN_COMMENT_PAUSE_S - self._clock())
 
     def write(self) -> Done:

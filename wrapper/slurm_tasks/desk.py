@@ -2,11 +2,13 @@
 controller.
 
 Decides when to query Slurm again, and translates Slurm's views for the controller, which decides everything else. For a
-healthy job, it queries Slurm every few minutes for the job's time limit, which may be changed, and for its nodes. A
-missing answer is reported as "unknown", or the query is repeated with growing pauses; a missing answer never counts as
-an answer. Nothing here ever ends the job: problems are logged. Owned by `resihp.wrapper.supervisor.shell`.
+healthy job, it queries Slurm every few minutes for the job's time limit, which may be changed, and for its nodes, less
+often if the user has many jobs. A missing answer is reported as "unknown", or the query is repeated with
+growing pauses; a missing answer never counts as an answer. Nothing here ever ends the job: problems are logged. Owned
+by `resihp.wrapper.supervisor.shell`.
 
-Each kind of work is a module: `own_job`, `nodes`, `replacements`, `comment_writer`; `agenda` orders the work.
+Each kind of work is a module: `own_job`, `nodes`, `replacements`, `comment_writer`; `agenda` orders the work, and
+stretches its pauses.
 """
 
 from __future__ import annotations
@@ -25,15 +27,19 @@ from resihp.slurm.drains.exclusions import Exclusions
 from resihp.slurm.rate_limited import Polite
 from resihp.slurm.survey import CommandSurvey
 from resihp.wrapper.config.run_spec import RunRequest
-from resihp.wrapper.slurm_tasks.agenda import Agenda, Done, Work
+from resihp.wrapper.slurm_tasks.agenda import Agenda, Done, Pace, Work
 from resihp.wrapper.slurm_tasks.comment_writer import CommentWriter
 from resihp.wrapper.slurm_tasks.job_comment import JobComment
 from resihp.wrapper.slurm_tasks.node_checks import Ask, NodeChecks, in_step
-from resihp.wrapper.slurm_tasks.nodes import CHECK_POLL_S, LOOK_EVERY_S, WATCH_PAUSES_S, Nodes
+from resihp.wrapper.slurm_tasks.nodes import CHECK_POLL_S, WATCH_PAUSES_S, Nodes
 from resihp.wrapper.slurm_tasks.own_job import RESERVATIONS_EVERY_S, OwnJob
 from resihp.wrapper.slurm_tasks.replacements import Replacements, Submit
 
 FIRST_LOOK_S = 60.0
+ROUTINE_WORK = frozenset({"comment", "nodes", "requests", "reservations", "time"})
+"""Keys of work that each job repeats, and whose pauses grow with the number of the user's jobs."""
+IDLE_S = 180.0
+"""Pause while no work is planned; planned work ends the pause."""
 CLOSE_TIMEOUT_S = 20.0
 """Time limit of cancelling open requests after the job has ended."""
 LAST_CHECK_TIMEOUT_S = 10.0
@@ -70,9 +76,10 @@ class SlurmDesk:
         slurm = slurm or Polite(CommandLine())
         exclusions = Exclusions(request.of_job.folder.parent.parent, request.slurm.cluster)
         self._own_job = OwnJob(request.slurm.job_id, slurm, clock, now)
-        self._replacements = Replacements(request, slurm, self._own_job, submit, now)
+        self._replacements = Replacements(request, slurm, submit, now)
         checks = NodeChecks(ask_node or in_step(request.slurm, CommandSurvey()))
         self._nodes = Nodes(request, slurm, self._replacements, exclusions, checks, now)
+        self._pace = Pace(request.slurm.cluster, now)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slurm")
         self._agenda = Agenda(clock)
         self._turn = asyncio.Lock()
@@ -83,6 +90,7 @@ class SlurmDesk:
         plan("time", 0.0, job.time_left if end_time is None else lambda: job.set_end_time(end_time))
         plan("nodes", FIRST_LOOK_S, self._nodes.look)
         plan("reservations", FIRST_LOOK_S, self._look_for_reservations)
+        plan("pace", 0.0, self._pace.count)
         self._writer: CommentWriter | None = None
         if comment is not None and request.slurm.comment:
             self._writer = writer = CommentWriter(comment, request.slurm.job_id, slurm, job, clock, now)
@@ -119,7 +127,7 @@ class SlurmDesk:
                 plan("requests", float("-inf"), self._replacements.look_often)
             case api.WatchNode():
                 self._nodes.watch(action.node)
-                plan("nodes", WATCH_PAUSES_S[0], self._nodes.look)
+                plan("lost nodes", WATCH_PAUSES_S[0], self._nodes.look_for_lost)
             case api.AskWhy():
                 plan("why", float("-inf"), lambda: self._own_job.why(again=True))
             case api.AskTimeLeft():
@@ -142,7 +150,7 @@ class SlurmDesk:
             while (work := self._agenda.due()) is not None:
                 self._doing = asyncio.ensure_future(self._do(work))
                 await asyncio.shield(self._doing)  # if this task is cancelled, the follow-up work is still planned
-        return self._agenda.pause_s(LOOK_EVERY_S)
+        return self._agenda.pause_s(IDLE_S)
 
     async def _do(self, work: Work) -> None:
         try:
@@ -151,7 +159,7 @@ class SlurmDesk:
             _log.exception("a request to Slurm failed")
             return
         for key, pause_s, then in done.then:
-            self._agenda.plan(key, pause_s, then)
+            self._agenda.plan(key, pause_s * self._pace.stretch if key in ROUTINE_WORK else pause_s, then)
         for event in done.events:
             self._event(event)
 

@@ -75,8 +75,8 @@ def outcome(ended: journal.JobEnded) -> str:
 
 
 class JobComment:
-    """Listener of the journal that keeps the comment up to date. `changed` is called for news to write soon: a lost
-    node, or the job's end."""
+    """Listener of the journal that keeps the comment up to date. `changed` is called for news to write soon: the first
+    iteration, a lost node, or the job's end."""
 
     def __init__(self, request: RunRequest, past: Sequence[journal.Record] = ()) -> None:
         self.changed: Callable[[], None] = lambda: None
@@ -94,8 +94,9 @@ class JobComment:
         return comment_text(self._course, self._run, at)
 
     def submit(self, record: journal.Record) -> None:
-        self._course = after(self._course, record.entry)
-        if isinstance(record.entry, journal.NodeLost | journal.JobEnded):
+        before, self._course = self._course, after(self._course, record.entry)
+        is_first = not before.iteration and self._course.iteration > 0
+        if is_first or isinstance(record.entry, journal.NodeLost | journal.JobEnded):
             self.changed()
 
     def close(self, deadline: float) -> None:

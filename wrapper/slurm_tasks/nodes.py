@@ -9,7 +9,7 @@ Evidence against a node's hardware stands, whatever the check answers. Called by
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -26,8 +26,9 @@ from resihp.wrapper.slurm_tasks.agenda import Done
 from resihp.wrapper.slurm_tasks.node_checks import NodeChecks
 from resihp.wrapper.slurm_tasks.replacements import Replacements
 
-LOOK_EVERY_S = 180.0
-"""Time between two queries for the nodes, each for all nodes, while no change is known."""
+LOOK_EVERY_S = {"stay": 900.0, "vacate": 180.0}
+"""Time between two queries for all nodes while no change is known, by `[slurm] on_drain`. A job that stays on a drained
+node only reports it."""
 WATCH_PAUSES_S = (5.0, 10.0, 20.0, 40.0, *(60.0,) * 10)
 """Pauses between queries for lost nodes, until Slurm no longer regards them as in use by a job. This takes up to
 SlurmdTimeout after they died, usually 300 s."""
@@ -74,12 +75,27 @@ class Nodes:
         self._watched[node] = 0
 
     def look(self) -> Done:
-        """Query Slurm for all nodes in one call; changes become events."""
+        """Query Slurm for all nodes of the job; changes become events."""
         guests = self._replacements.guests(running=True)
-        names = tuple(dict.fromkeys([*self._request.settings.node_names, *guests, *self._watched]))
+        events = self._changes(dict.fromkeys([*self._request.settings.node_names, *guests]))
+        return Done(events, [("nodes", LOOK_EVERY_S[self._request.settings.on_drain], self.look)])
+
+    def look_for_lost(self) -> Done:
+        """Query Slurm for the nodes that may be lost, until it has noticed the loss."""
+        events = self._changes(self._watched)
+        for name in list(self._watched):
+            self._watched[name] += 1
+            is_updated = name in self._seen and self._seen[name][0].partition("+")[0] not in ("allocated", "mixed")
+            if is_updated or self._watched[name] >= len(WATCH_PAUSES_S):
+                del self._watched[name]
+        pauses_s = [WATCH_PAUSES_S[looks] for looks in self._watched.values()]
+        return Done(events, [("lost nodes", min(pauses_s), self.look_for_lost)] if pauses_s else [])
+
+    def _changes(self, names: Iterable[str]) -> list[api.AnyEvent]:
+        """Query Slurm for these nodes, and return an event for each change."""
         events: list[api.AnyEvent] = []
         try:
-            views = self._slurm.nodes(names, fresh_s=WATCH_PAUSES_S[0] / 2)
+            views = self._slurm.nodes(tuple(names), fresh_s=WATCH_PAUSES_S[0] / 2)
         except SlurmError as error:
             _log.info("nodes: %s", error)
         else:
@@ -88,13 +104,7 @@ class Nodes:
                 if self._seen.get(name) != view_now:
                     self._seen[name] = view_now
                     events.append(api.SlurmSees(node=name, state=view_now[0], reason=view_now[1]))
-        for name in list(self._watched):
-            self._watched[name] += 1
-            is_updated = name in self._seen and self._seen[name][0].partition("+")[0] not in ("allocated", "mixed")
-            if is_updated or self._watched[name] >= len(WATCH_PAUSES_S):
-                del self._watched[name]
-        pause_s = min((WATCH_PAUSES_S[looks] for looks in self._watched.values()), default=LOOK_EVERY_S)
-        return Done(events, [("nodes", pause_s, self.look)])
+        return events
 
     def ladder(self, action: api.DrainNode) -> Callable[[], Done]:
         """Return work that takes the steps of the drain ladder for one node. Each step is separate work, and starts

@@ -26,10 +26,10 @@ from resihp.slurm.replacement import ReplacementJob
 from resihp.wrapper.config.run_spec import RunRequest
 from resihp.wrapper.slurm_tasks.agenda import Done, pause_of
 from resihp.wrapper.slurm_tasks.exclusion_lists import to_avoid
-from resihp.wrapper.slurm_tasks.own_job import RETRY_PAUSES_S, SHARED_FLAGS, OwnJob, meaning_of
+from resihp.wrapper.slurm_tasks.own_job import RETRY_PAUSES_S, SHARED_FLAGS, meaning_of
 
-REQUEST_PAUSES_S = (*(5.0,) * 12, 15.0)
-"""Pauses between queries for requests that wait for a node; the last pause repeats."""
+REQUEST_PAUSES_S = (*(5.0,) * 12, *(15.0,) * 16, 60.0)
+"""Pauses between queries for requests that wait for a node; the last pause repeats. A new node joins by itself."""
 RUNNING_PAUSES_S = (5.0, 15.0, 60.0, 180.0)
 """Pauses between queries for running replacements; their agents report sooner than Slurm. The last pause repeats."""
 RESERVATION_MARGIN_S = 120.0
@@ -75,7 +75,6 @@ class Replacements:
         self,
         request: RunRequest,
         slurm: Polite,
-        own_job: OwnJob,
         submit: Submit,
         now: Callable[[], float],
     ) -> None:
@@ -84,7 +83,6 @@ class Replacements:
         self._request = request
         self._main = request.slurm
         self._slurm = slurm
-        self._own_job = own_job
         self._submit = submit
         self._now = now
         self._folder = request.of_job.folder / "replacements"
@@ -321,19 +319,16 @@ class Replacements:
         return self.look()
 
     def look(self) -> Done:
-        """Query Slurm for all open requests in one call; changes become events."""
+        """Query Slurm for all open requests; changes become events."""
         open_ones = [r for r in self._all() if r.state in ("pending", "running") and not r.cancelled]
         if not open_ones:
             return Done()
         events: list[api.AnyEvent] = []
-        main = self._main.job_id  # asked for in the same call
         try:
-            views = self._slurm.jobs([*(request.slurm_job or "" for request in open_ones), main], fresh_s=1.0)
+            views = self._slurm.jobs([request.slurm_job or "" for request in open_ones], fresh_s=1.0)
         except SlurmError as error:
             _log.info("replacements: %s", error)
         else:
-            if main in views:
-                events += self._own_job.time_left_events(views[main].seconds_left)
             for request in open_ones:
                 events += self._compare(request, views.get(request.slurm_job or ""))
         pauses = []

@@ -1,4 +1,4 @@
-"""The last request for a Slurm job: to requeue it, or to make sure that it is not requeued.
+"""The last request for a Slurm job: to requeue it, to make sure that it is not requeued, or to cancel it.
 
 `requeue` requests a requeue, unless Slurm is preempting the job and will requeue it by itself: on some releases, a
 request would then run the job once more after it has completed (`resihp.slurm.releases`). `end_for_good` makes sure
@@ -138,6 +138,17 @@ def end_for_good(job_id: str, slurm: Slurm) -> None:
             slurm.end_for_good(job_id)
         except SlurmError as error:
             say(f"{error}; if the job is held in the queue then, try: scancel {job_id}")
+
+
+def cancel(job_id: str, slurm: Slurm) -> None:
+    """Cancel the job if it is still running, so that Slurm records it as CANCELLED. Main thread only."""
+    with _deferring_term():
+        try:
+            view = slurm.job(job_id)
+            if view is not None and view.state == "running":
+                slurm.cancel(job_id)
+        except SlurmError as error:
+            say(f"{error}; Slurm will record the job as FAILED with the exit code of a stopped job")
 
 
 @contextmanager

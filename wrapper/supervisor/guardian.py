@@ -23,6 +23,7 @@ from types import FrameType
 
 import msgspec
 
+from resihp.errors import ResihpError
 from resihp.process import adopt_orphans, ending, name_process, wait_for
 from resihp.wrapper import early_signals
 from resihp.wrapper.config.run_spec import RunRequest, load
@@ -38,6 +39,8 @@ SUCCESSOR_TIMEOUT_S = 90.0
 """How long the job may have no leader before the guardian has Slurm requeue it: longer than agents survive without a
 leader."""
 LOOK_EVERY_S = 1.0
+STOPPED_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit codes of a job that was stopped, by an operator or by Slurm."""
 
 Command = Callable[[Path, Sequence[str]], Sequence[str]]
 """(run file, extra options) -> command line that starts a supervisor."""
@@ -75,6 +78,8 @@ def guard(run_file: Path, command: Command = supervisor_command) -> int:
         note_end(request.of_job, status)  # it was refused before it began
     if status == REQUEUE_REQUESTED:
         status = _requeue(request)
+    elif status in STOPPED_CODES and request.slurm is not None and _is_batch_script():
+        _cancel_if_stopped(request)
     return status
 
 
@@ -126,6 +131,28 @@ def _is_led(job: Job) -> bool:
         with socket.create_connection((address.host, address.port), timeout=LOOK_EVERY_S):
             return True
     return False
+
+
+def _is_batch_script() -> bool:
+    """Return whether this process is the batch script itself (`exec resihp run`), so that nothing follows it in the
+    Slurm job."""
+    with suppress(OSError):
+        return Path(f"/proc/{os.getppid()}/comm").read_text().strip() == "slurmstepd"
+    return False
+
+
+def _cancel_if_stopped(request: RunRequest) -> None:
+    """Cancel the Slurm job if an operator has stopped its training: Slurm would call it FAILED because of its exit
+    code. A job that Slurm itself has stopped may be queued again."""
+    from resihp.record.journal import JobSignalled
+    from resihp.slurm.commands import CommandLine
+    from resihp.wrapper.slurm_tasks.requeue import cancel
+
+    assert request.slurm is not None
+    with suppress(OSError, ResihpError):
+        signals = [record.entry for record in request.of_job.records() if isinstance(record.entry, JobSignalled)]
+        if any(entry.meaning == "operator" for entry in signals):
+            cancel(request.slurm.job_id, CommandLine())
 
 
 def _requeue(request: RunRequest) -> int:

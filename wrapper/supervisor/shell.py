@@ -45,7 +45,7 @@ from resihp.wrapper.sinks.fanout import LedgerLike
 from resihp.wrapper.supervisor.agents.departure import Departure
 from resihp.wrapper.supervisor.agents.links import AgentLinks
 from resihp.wrapper.supervisor.agents.starts import WorkerStarts
-from resihp.wrapper.supervisor.attention import LOOK_EVERY_S, Attention
+from resihp.wrapper.supervisor.attention import LOOK_EVERY_S, Attention, StoppedJob
 from resihp.wrapper.supervisor.checkpoint_commit import CheckpointCommits
 from resihp.wrapper.supervisor.collaborators import (
     ControllerLike,
@@ -116,7 +116,7 @@ class Supervisor:
         self._unwritten: deque[Record] = deque()
         self._ledger, self._view = ledger, view
         self._memory = memory
-        self._attention = Attention()
+        self._attention, self._stopped_job = Attention(), StoppedJob(request)
         self._links = AgentLinks(
             launcher,
             self._event,
@@ -222,6 +222,7 @@ class Supervisor:
             self._crash(f"internal error while handling {type(event).__name__}")
 
     def _agent_joined(self, join: m.Join) -> None:
+        self._stopped_job.joined(join)
         if join.lease:
             self._recall((join.node,))
         if self._took_over:
@@ -271,6 +272,7 @@ class Supervisor:
                         if isinstance(message, m.Declare):
                             self._checkpoints.fingerprint = message.fingerprint
             case api.AgentBeat():
+                self._stopped_job.heard()
                 self._view.beats(event.node, event.beat)
             case api.WorkerExited() if self._end.done():
                 self.log(WorkerEnded(rank=event.rank, exit=event.status, epoch=self._links.epoch))
@@ -326,10 +328,8 @@ class Supervisor:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            if stopped_s := self._attention.look():
-                _log.warning(
-                    "event loop was stopped for %.1f s; failure detection is suspended while it catches up", stopped_s
-                )
+            if stopped_s := self._attention.look(are_agents_stopped=self._stopped_job.look(self._view.say)):
+                _log.warning("event loop was stopped for %.1f s; nothing is judged while it catches up", stopped_s)
                 self._links.were_stopped()
             if self._attention.may_judge:
                 self._event(api.Tick())

@@ -431,6 +431,28 @@ def test_a_submitted_job_is_listed_with_what_it_waits_for(fresh_home: Path) -> N
         find_job("77")
 
 
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ("cancelled", "never began: Slurm job 77 is cancelled; sacct -j 77"),
+        (None, "never began: Slurm job 77 is no longer known to Slurm; sacct -j 77"),
+        ("pending", "has not begun; squeue --start --jobs=77"),
+        ("no answer", "has not begun; squeue --start --jobs=77"),
+    ],
+)
+def test_status_tells_whether_a_submitted_job_still_waits(
+    fresh_home: Path, monkeypatch: pytest.MonkeyPatch, state: str | None, says: str
+) -> None:
+    submitted(fresh_home)
+    slurm = slurms_view(state=state or "pending")
+    slurm.unavailable = state == "no answer"
+    if state is None:
+        slurm.job_views.clear()
+    monkeypatch.setattr("resihp.slurm.commands.CommandLine", lambda timeout_s: slurm)
+    with pytest.raises(JobNotFoundError, match=f"job 77: submitted .* UTC and {says}"):
+        find_job("77")
+
+
 def test_a_submitted_job_that_begins_is_one_job(runs: Callable[..., Job], fresh_home: Path) -> None:
     submitted(fresh_home)
     assert ask(slurms_view(state="running"))[0][0]["state"] == "starting"

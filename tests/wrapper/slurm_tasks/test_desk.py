@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -238,9 +238,10 @@ def test_the_comment_tells_how_far_the_job_is_at_a_low_rate(told: Told) -> None:
         told.happens(committed(iteration))
         told.desk.wait(1)
     assert told.desk.calls <= 10
-    told.desk.wait(1)
-    assert told.says() == "resihp: iteration 599, loss 2.5000 (2001-09-09 01:46 UTC)"
-    assert told.written == 2
+    assert told.says() == "resihp: iteration 59, loss 2.5000 (2001-09-09 01:46 UTC)", "a minute after the start"
+    told.desk.wait(61)
+    assert told.says() == "resihp: iteration 599, loss 2.5000 (2001-09-09 01:46 UTC)", "and every ten minutes"
+    assert told.written == 3
 
 
 def test_lost_nodes_are_told_once_a_minute_at_most_and_the_end_at_once(told: Told) -> None:
@@ -328,8 +329,46 @@ def test_a_job_that_asks_for_none_has_no_comment(desk: Desk) -> None:
 def test_a_healthy_job_hardly_asks_anything(desk: Desk) -> None:
     desk.wait(600)
     assert desk.calls <= 7
-    assert desk.slurm.calls["nodes"] <= 4
+    assert desk.slurm.calls["nodes"] <= 1
     assert desk.of(api.TimeLeft) == [api.TimeLeft(seconds=7200.0)]
+
+
+def test_the_more_jobs_a_user_has_the_less_each_of_them_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESIHP_STATE", str(tmp_path / "state"))
+
+    def known(number: int, state: str = "running", cluster: str = "fake", began_at: float = 1e9) -> None:
+        name = str(number)
+        where = {"folder": f"/{name}", "host": "h", "user": "me", "cluster": cluster}
+        entry = registry.KnownJob(name=name, slurm_job=name, state=state, began_at=began_at, **where)
+        assert registry.save(entry) == ""
+
+    def calls_in_a_day() -> int:
+        desk = Desk(tmp_path / "home")
+        desk.ends_at = None
+        desk.wait(86400.0)
+        return desk.calls
+
+    alone = calls_in_a_day()
+    for number in range(40):
+        known(1000 + number, state="completed")
+        known(2000 + number, cluster="another")
+        known(3000 + number, began_at=1e9 - 30 * 86400.0)
+    assert calls_in_a_day() == alone
+    for number in range(40):
+        known(number)
+    assert calls_in_a_day() == pytest.approx(alone / 4, rel=0.05)
+    for number in range(2000):
+        known(number)
+    assert calls_in_a_day() == pytest.approx(alone / 10, rel=0.1), "however many there are"
+
+
+def test_a_registry_that_hangs_changes_nothing(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = threading.Event()
+    monkeypatch.setattr(registry, "ANSWER_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(registry, "entries", lambda: ([], hangs.wait(60)))
+    desk.wait(LIMIT_EVERY_S + 1)
+    hangs.set()
+    assert desk.slurm.calls["jobs"] == 2
 
 
 def test_nodes_are_asked_for_all_together_and_only_changes_are_told(desk: Desk) -> None:
@@ -337,8 +376,18 @@ def test_nodes_are_asked_for_all_together_and_only_changes_are_told(desk: Desk) 
     assert [(e.node, e.state) for e in desk.of(api.SlurmSees)] == [(node, "allocated") for node in NODES]
     flags = frozenset({"drain", "planned"})
     desk.slurm.set_node("n2", state="mixed", flags=flags, reason="somebody's", reason_by="admin")
-    events = desk.wait(300)
+    events = [event for event in desk.wait(900) if isinstance(event, api.SlurmSees)]
     assert events == [api.SlurmSees(node="n2", state="mixed+drain", reason="somebody's")]
+
+
+def test_a_job_that_leaves_drained_nodes_looks_for_them_more_often(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    settings = msgspec.structs.replace(desk.request.settings, on_drain="vacate")
+    desk.request = msgspec.structs.replace(desk.request, settings=settings)
+    desk.another()
+    desk.wait(100)
+    desk.slurm.set_node("n2", flags=frozenset({"drain"}), reason="somebody's")
+    assert desk.wait(180) == [api.SlurmSees(node="n2", state="allocated+drain", reason="somebody's")]
 
 
 def test_a_time_limit_that_slurm_does_not_tell_is_asked_for_again(desk: Desk) -> None:
@@ -364,14 +413,6 @@ def test_a_time_limit_that_somebody_changes_is_seen(desk: Desk) -> None:
     asked = desk.do(api.AskTimeLeft())
     assert asked == [api.TimeLeft(seconds=None)], "at once where something hangs on it"
     assert desk.do(api.AskTimeLeft()) == [], "nothing new"
-
-
-def test_while_a_request_waits_the_time_limit_costs_no_call(desk: Desk) -> None:
-    desk.ask(seconds=100)
-    desk.ends_at = desk.now + 60
-    asked = desk.slurm.calls["jobs"]
-    assert [event.seconds for event in desk.wait(16) if isinstance(event, api.TimeLeft)]
-    assert desk.slurm.calls["jobs"] <= asked + 2
 
 
 def test_a_time_limit_that_was_said_at_the_start_is_not_asked_for(desk: Desk) -> None:
@@ -658,11 +699,20 @@ def test_a_release_that_does_not_happen_is_told(desk: Desk, how: str, outcome: s
 # --- Slurm's view -------------------------------------------------------------------------------------------------
 
 
-def test_a_watched_node_is_looked_at_until_slurm_knows(desk: Desk) -> None:
+def test_a_watched_node_is_looked_at_until_slurm_knows(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     desk.wait(100)
+    asked: list[tuple[str, ...]] = []
+    original = desk.slurm.nodes
+
+    def noted(names: Sequence[str]) -> Mapping[str, NodeView]:
+        asked.append(tuple(names))
+        return original(names)
+
+    monkeypatch.setattr(desk.slurm, "nodes", noted)
     before = desk.slurm.calls["nodes"]
     desk.do(api.WatchNode(node="n3"), 60)
     assert 2 <= desk.slurm.calls["nodes"] - before <= 5
+    assert set(asked) == {("n3",)}, "only about this one"
     desk.slurm.set_node("n3", flags=frozenset({"not_responding"}))
     assert desk.wait(65) == [api.SlurmSees(node="n3", state="allocated+not_responding", reason="")]
     desk.slurm.set_node("n3", state="down", flags=frozenset({"not_responding"}), reason="Not responding")
@@ -672,7 +722,8 @@ def test_a_watched_node_is_looked_at_until_slurm_knows(desk: Desk) -> None:
     desk.wait(600)
     assert desk.slurm.calls["nodes"] - before <= 4
     desk.slurm.set_node("n3", state="idle", flags=frozenset(), reason="")
-    assert desk.wait(200) == [api.SlurmSees(node="n3", state="idle", reason="")]
+    events = [event for event in desk.wait(900) if isinstance(event, api.SlurmSees)]
+    assert events == [api.SlurmSees(node="n3", state="idle", reason="")]
 
 
 def test_a_node_that_slurm_never_loses_is_not_watched_for_ever(desk: Desk) -> None:
@@ -1057,6 +1108,7 @@ def test_another_supervisor_knows_the_nodes_that_came(tmp_path: Path) -> None:
     desk.ask(2)
     desk.slurm.start("1", "n5")
     desk.slurm.finish("2", "failed")
+    desk.wait(1)
     desk.another()
     news = [event for event in desk.wait(100) if isinstance(event, api.ReplacementNews)]
     assert [(e.replacement, e.state, e.slurm_job, e.node) for e in news] == [

@@ -55,6 +55,20 @@ def test_what_was_not_heard_while_it_was_stopped_does_not_count(clock: Clock) ->
     assert watched.seconds() - before == pytest.approx(1.0, abs=2 * LOOK_EVERY_S)
 
 
+def test_no_time_passes_while_all_agents_are_stopped(clock: Clock) -> None:
+    watched = Attention()
+    look(watched, clock, 10.0)
+    before = watched.seconds()
+    for _ in range(400):
+        clock.now += LOOK_EVERY_S
+        watched.look(are_agents_stopped=True)
+    assert watched.seconds() == before
+    look(watched, clock, LISTEN_S - LOOK_EVERY_S)
+    assert not watched.may_judge, "it has yet to hear them"
+    look(watched, clock, 1.0)
+    assert watched.may_judge
+
+
 def test_a_loop_that_is_always_late_takes_longer_to_find_a_silence_but_does(clock: Clock) -> None:
     watched = Attention()
     began = watched.seconds()

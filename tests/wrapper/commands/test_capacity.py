@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-import resihp.db.layouts
+from resihp.db import layouts
 from resihp.db.writing.catch_up import catch_up
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
@@ -298,8 +298,8 @@ def test_no_more_layouts_are_read_than_it_takes(since: int, read: int, monkeypat
     live = JobHistory.of_records(journal.Record(seq, at, entry) for seq, (entry, at) in enumerate(often("j"), 1))
     job = of(often)
     found: list[str] = []
-    ranks_of = resihp.db.layouts.ranks_of
-    monkeypatch.setattr(resihp.db.layouts, "ranks_of", lambda text: (found.append(text), ranks_of(text))[1])
+    ranks_of = layouts.ranks_of
+    monkeypatch.setattr(layouts, "ranks_of", lambda text: (found.append(text), ranks_of(text))[1])
     assert json.loads(resihp("status", job.name, "--json").stdout)["idle_line"] == IdleGpus(live).line()
     assert len(found) == read
 

@@ -174,7 +174,7 @@ def _decoded(content: bytes) -> KnownJob:
     """Decode an entry. Raises ValueError if it is invalid: errors of msgspec and of text encodings are ValueErrors."""
     entry = msgspec.json.decode(content, type=KnownJob)
     times = (entry.began_at, entry.ended_at or 0.0, entry.last_iteration_at or 0.0)
-    if not entry.folder.startswith("/") or not all(abs(time_s) < LATEST_S for time_s in times):
+    if not entry.folder.startswith("/") or not all(0 <= time_s < LATEST_S for time_s in times):
         raise ValueError("has no absolute folder, or an invalid time")
     return entry
 

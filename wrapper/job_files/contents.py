@@ -37,7 +37,7 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True):
         """Raise ValueError for invalid fields. A caller that decodes the file gets it as a msgspec.ValidationError."""
         if "\0" in self.journal or not self.journal.startswith("/"):
             raise ValueError("names no journal")
-        if not abs(self.created_at) < registry.LATEST_S:
+        if not 0 <= self.created_at < registry.LATEST_S:
             raise ValueError("has an invalid creation time")
 
 

@@ -127,7 +127,8 @@ def _write(descriptor: int, content: bytes) -> None:
     """Write the line as a whole or, on a full disk, not at all. Raises OSError."""
     before = os.fstat(descriptor).st_size
     if before == 0:
-        os.fchmod(descriptor, 0o644)  # whatever the umask: operators read it
+        with suppress(OSError):  # the file may be append-only already
+            os.fchmod(descriptor, 0o644)  # whatever the umask: operators read it
     written = os.write(descriptor, content)
     if written == len(content):
         return

@@ -137,7 +137,7 @@ def _read(at: int, name: str) -> JobSummary | None:
         return None
     times = (summary.written_at, summary.event_at, *(last.finished_at for last in summary.progress.recent))
     is_valid = summary.uid == status.st_uid and SLURM_NAME.fullmatch(summary.job) and len(summary.job) < 64
-    if not is_valid or not all(abs(time_s) < registry.LATEST_S for time_s in times):
+    if not is_valid or not all(0 <= time_s < registry.LATEST_S for time_s in times):
         return None
     return msgspec.structs.replace(
         summary,

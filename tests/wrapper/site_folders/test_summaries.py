@@ -76,6 +76,8 @@ HOSTILE = {
     "no job's name": encoded(job="../../etc/passwd"),
     "a long name": encoded(job="1" * 200),
     "an impossible time": encoded(written_at=1e300),
+    "a time before all jobs": encoded(written_at=-1e11),
+    "an event before all jobs": encoded(event_at=-1e11),
     "an infinite time": encoded().replace(str(NOW).encode(), b"1e999"),
     "another type": encoded(progress=[1, 2]),
     "nothing": b"",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from resihp.slurm.survey import Survey
     from resihp.wrapper.commands.doctor.machine import CheckResult
     from resihp.wrapper.commands.doctor.slurm_checks import Check
+    from resihp.wrapper.config.schema import SiteSection
 
 JSON_SCHEMA = 1
 UNHEALTHY_EXIT_CODE = 3
@@ -117,21 +118,21 @@ def here(job_file: Path | None = None) -> dict[str, Check]:
         "ledger": lambda: places.ledger(job_file),
         "ports": places.ports,
     }
-    if list(places.health_command()):
+    site = _site(job_file)
+    if site is not None and site.health_command:
         checks_here["health command"] = places.health_command
-    if _has_site_folders(job_file):
+    if site is not None and (site.audit or site.share):
         checks_here["site"] = lambda: places.site_folders(job_file)
     return checks_here
 
 
-def _has_site_folders(job_file: Path | None) -> bool:
+def _site(job_file: Path | None) -> SiteSection | None:
     from resihp.wrapper.config.sources import read
 
     try:
-        site = read({}, job_file).site
+        return read({}, job_file).site
     except ResihpError:
-        return False  # the check of the configuration reports the error
-    return bool(site.audit or site.share)
+        return None  # the check of the configuration reports the error
 
 
 def _nodes_of(job_file: Path | None) -> int:

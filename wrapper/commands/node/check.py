@@ -192,7 +192,7 @@ def _in_own_job(slurm: Slurm, view: NodeView, argv: Sequence[str], patience_s: f
         folder = Path(name)
         script = folder / "check.sbatch"
         script.write_text(f"#!/bin/sh\nexec {shlex.join(argv)}\n")
-        job_id = slurm.submit(script, [*_options(view), f"--output={folder / OUTPUT_NAME}"])
+        job_id = slurm.submit(script, [*_options(view, patience_s), f"--output={folder / OUTPUT_NAME}"])
         try:
             message(f"node {view.name}: job {job_id} is to check it")
             _wait(slurm, view.name, job_id, patience_s)
@@ -201,8 +201,9 @@ def _in_own_job(slurm: Slurm, view: NodeView, argv: Sequence[str], patience_s: f
             _cancel(slurm, job_id)
 
 
-def _options(view: NodeView) -> list[str]:
-    """Return the options of sbatch for a job on this node alone."""
+def _options(view: NodeView, patience_s: float) -> list[str]:
+    """Return the options of sbatch for a job on this node alone. Slurm removes it if it has not started in time, even
+    if nobody waits for it any more."""
     from resihp.wrapper.config.sources import read
 
     section = read({}).slurm
@@ -210,7 +211,7 @@ def _options(view: NodeView) -> list[str]:
     return [
         *(f"--{name}={value}" for name, value in given.items() if value),
         *("--job-name=resihp-check", f"--nodelist={view.name}", "--nodes=1", "--ntasks=1", "--exclusive"),
-        *(f"--time={JOB_MINUTES}", "--no-requeue"),
+        *(f"--time={JOB_MINUTES}", f"--deadline=now+{60 * JOB_MINUTES + max(60, round(patience_s))}", "--no-requeue"),
         *([f"--gpus-per-node={view.gpus}"] if view.gpus else []),
     ]
 
@@ -345,7 +346,8 @@ def before_undrain(slurm: Slurm, node: str) -> None:
         message(f"node {node}: the site's health check was not asked: {answer.text}; {advice}")
     else:
         text = f"not undrained: the site's health check does not pass there: {answer.text}"
-        raise SlurmRefusedError(f"node {node}: {text}; once it is repaired, type this again")
+        without = f"without the check: scontrol update NodeName={node} State=UNDRAIN"
+        raise SlurmRefusedError(f"node {node}: {text}; once it is repaired, type this again; {without}")
 
 
 def _ask_site(slurm: Slurm, node: str, site: SiteSection) -> Answer:

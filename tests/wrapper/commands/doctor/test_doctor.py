@@ -291,6 +291,7 @@ def test_the_sites_health_command_is_looked_for(
     file.write_text(f"[site]\nhealth_command = ['{command}']\n")
     configured = places.read({}, site=(file,), authority=file)
     monkeypatch.setattr(places, "read", lambda *given: configured)
+    monkeypatch.setattr("resihp.wrapper.config.sources.read", lambda *given: configured)
     assert "health command" in doctor.here()
     finding = only(places.health_command())
     assert finding.outcome == outcome

@@ -30,7 +30,7 @@ COMMENT_TIMEOUT_S = 5.0
 """Shorter than TIMEOUT_S: the comment is only for people to read, and nothing should wait longer for it."""
 MAX_NAMES_PER_CALL = 1000
 """Limit on the nodes or jobs on one command line; the kernel allows 128 KiB for each argument."""
-MAX_SINGLE_CALLS = 12
+MAX_SINGLE_CALLS = 8
 """Largest number of nodes or jobs for which each has a call of its own. For a single name, slurmctld sends one record
 (REQUEST_NODE_INFO_SINGLE, REQUEST_JOB_INFO_SINGLE). For several names it sends its whole table, and the command picks
 the rows; `scontrol show node` does so for a single name as well (22.05.8, 24.11.5, 26.05.5). On a cluster of 5,000

@@ -1,17 +1,31 @@
-"""CPUs near a GPU: those on the same socket, according to the kernel. Copies from another socket's memory take longer.
+"""CPUs near a GPU: those of the same NUMA node, according to the kernel. Copies from other memory take longer.
 
 The agent starts each worker on the CPUs near its GPU, whatever the worker runs; `resihp doctor` shows them. Only CPUs
-that the job may use count, so nothing changes for a job that Slurm or the user has bound to other CPUs. Source:
+that the job may use count, so nothing changes for a job that Slurm or the user has bound to other CPUs. A worker is not
+bound where its share of the CPUs near its GPU would be smaller than its share of all: many CPUs would be idle. Source:
 `local_cpulist` in the kernel's Documentation/ABI/testing/sysfs-bus-pci.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Set
+from collections import Counter
+from collections.abc import Collection, Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
+
+
+def chosen(buses: Mapping[int, str], allowed: Set[int], pci_devices: Path = PCI_DEVICES) -> dict[int, tuple[int, ...]]:
+    """Return the CPUs for each device's worker; `buses` are the PCI addresses of the GPUs, by device. Devices whose
+    worker is not bound are left out."""
+    cpus_by_device = {device: near(bus, allowed, pci_devices) for device, bus in buses.items()}
+    sharing = Counter(cpus_by_device.values())
+    return {
+        device: cpus
+        for device, cpus in cpus_by_device.items()
+        if cpus and len(cpus) * len(buses) >= len(allowed) * sharing[cpus]
+    }
 
 
 def near(bus: str, allowed: Set[int], pci_devices: Path = PCI_DEVICES) -> tuple[int, ...]:

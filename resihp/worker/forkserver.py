@@ -202,7 +202,8 @@ class ForkServer:
             die_with_parent(self._pid)
             name_process(request.job, f"rank {request.rank}")
             if request.processors:
-                os.sched_setaffinity(0, request.processors)
+                with suppress(OSError):  # the job's CPUs have changed: the worker keeps those that it has
+                    os.sched_setaffinity(0, request.processors)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C

@@ -56,17 +56,17 @@ def read(devices: int, environment: Mapping[str, str], root: Path = Path("/")) -
 
 
 def processors(machine: NodeInventory, allowed: Set[int], root: Path = Path("/")) -> dict[int, tuple[int, ...]]:
-    """Return, for each device, the allowed CPUs near its GPU. Devices without such CPUs are left out, and so are all
-    devices if they share GPUs. Prints the CPUs of each device that does not get all allowed ones."""
+    """Return the CPUs for each device's worker (`affinity.chosen`); none if devices share GPUs. Prints the CPUs of each
+    device that does not get all allowed ones."""
     buses = [device.bus for device in machine.devices if device.bus]
     if len(set(buses)) < len(buses):
         return {}
     pci_devices = root / affinity.PCI_DEVICES.relative_to("/")
-    near = {device.device: affinity.near(device.bus, allowed, pci_devices) for device in machine.devices}
-    for device, numbers in near.items():
-        if numbers and len(numbers) < len(allowed):
+    chosen = affinity.chosen({device.device: device.bus for device in machine.devices}, allowed, pci_devices)
+    for device, numbers in chosen.items():
+        if len(numbers) < len(allowed):
             print(f"device {device}: its worker runs on CPUs {affinity.ranges(numbers)}, near its GPU", flush=True)
-    return {device: numbers for device, numbers in near.items() if numbers}
+    return chosen
 
 
 def _image(os_release: str) -> str:

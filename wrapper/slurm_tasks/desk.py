@@ -36,8 +36,9 @@ from resihp.wrapper.slurm_tasks.own_job import RESERVATIONS_EVERY_S, OwnJob
 from resihp.wrapper.slurm_tasks.replacements import Replacements, Submit
 
 FIRST_LOOK_S = 60.0
-ROUTINE_WORK = frozenset({"comment", "nodes", "requests", "reservations", "time"})
-"""Keys of work that each job repeats, and whose pauses grow with the number of the user's jobs."""
+ROUTINE_WORK = frozenset({"comment", "nodes", "reservations", "time"})
+"""Keys of work that each job repeats, and whose pauses grow with the number of the user's jobs. Requests for nodes are
+not among it: the controller waits only seconds for what became of a replacement's Slurm job."""
 IDLE_S = 180.0
 """Pause while no work is planned; planned work ends the pause."""
 CLOSE_TIMEOUT_S = 20.0
@@ -132,6 +133,11 @@ class SlurmDesk:
                 plan("why", float("-inf"), lambda: self._own_job.why(again=True))
             case api.AskTimeLeft():
                 plan("time", float("-inf"), lambda: self._own_job.time_left(fresh_s=0.0))
+
+    def ask_anew(self) -> None:
+        """Query what is reported in seconds from now, because the controller's clock stood still."""
+        self._agenda.plan("time", float("-inf"), self._own_job.time_left_anew)
+        self._agenda.plan("reservations", float("-inf"), self._look_for_reservations)
 
     async def run(self) -> None:
         """Do all work when it is due, until cancelled."""

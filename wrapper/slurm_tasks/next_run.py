@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 
-from resihp.errors import ResihpError
 from resihp.slurm.client import NodeChoice, NodeView, Slurm
 from resihp.slurm.drains.exclusions import Exclusions
 from resihp.slurm.errors import SlurmError, SlurmRefusedError
@@ -32,41 +31,35 @@ def exclude_bad_nodes(
     that has just come back refuses connections now and then."""
     main = request.slurm
     assert main is not None
-    for last in (*[False] * (MAX_ATTEMPTS - 1), True):
+    for attempt in range(1, MAX_ATTEMPTS + 1):
         try:
-            _exclude(request, main, slurm, say)
-        except _NotExcludedError as error:
-            if last or isinstance(error.__cause__, SlurmRefusedError):
-                say(f"job {main.job_id}: {error}")
-                return
-            sleep(RETRY_PAUSE_S)
-        else:
+            for text in _exclude(request, main, slurm):
+                say(f"job {main.job_id}: {text}")
             return
+        except SlurmError as error:
+            if attempt == MAX_ATTEMPTS or isinstance(error, SlurmRefusedError):
+                say(f"job {main.job_id}: its next run may get the nodes again that it should avoid: {error}")
+                return
+        sleep(RETRY_PAUSE_S)
 
 
-class _NotExcludedError(ResihpError):
-    """A call to Slurm failed, so that the next run may get the nodes again. Its cause is the call's error."""
-
-
-def _exclude(request: RunRequest, main: SlurmRequest, slurm: Slurm, say: Callable[[str], None]) -> None:
+def _exclude(request: RunRequest, main: SlurmRequest, slurm: Slurm) -> list[str]:
+    """Change the job's excluded nodes once; return what is to be said. Raises SlurmError."""
     here, now = request.of_job.folder.parent.parent, time.time()
-    names = "the same nodes"
-    try:
-        avoided = set(exclusion_lists.to_avoid(slurm, main.cluster, now, here))
-        choice = slurm.node_choice(main.job_id)
-        kept = set(choice.excluded) - _no_longer_avoided(Exclusions(here, main.cluster), main.job_id, now)
-        names = ", ".join(sorted(avoided - kept)) or names
-        obstacle = _obstacle(request, main, slurm, choice, avoided | kept) if avoided - kept else ""
-        excluded = kept if obstacle else avoided | kept
-        if excluded != set(choice.excluded):
-            slurm.exclude_nodes(main.job_id, sorted(excluded))
-    except SlurmError as error:
-        raise _NotExcludedError(f"its next run may get {names} again: {error}") from error
-    if obstacle:
-        say(f"job {main.job_id}: its next run may get {names} again: {obstacle}")
-    if excluded and excluded != set(choice.excluded):
-        text = f"its next run will not get {', '.join(sorted(excluded))}"
-        say(f"job {main.job_id}: {text}; if it should: scontrol update JobId={main.job_id} ExcNodeList=")
+    avoided = set(exclusion_lists.to_avoid(slurm, main.cluster, now, here))
+    choice = slurm.node_choice(main.job_id)
+    kept = set(choice.excluded) - _no_longer_avoided(Exclusions(here, main.cluster), main.job_id, now)
+    added = avoided - kept
+    obstacle = _obstacle(request, main, slurm, choice, avoided | kept) if added else ""
+    excluded = kept if obstacle else avoided | kept
+    texts = [f"its next run may get {', '.join(sorted(added))} again: {obstacle}"] if obstacle else []
+    if excluded == set(choice.excluded):
+        return texts
+    slurm.exclude_nodes(main.job_id, sorted(excluded))
+    if excluded:
+        undo = f"scontrol update JobId={main.job_id} ExcNodeList="
+        texts.append(f"its next run will not get {', '.join(sorted(excluded))}; if it should: {undo}")
+    return texts
 
 
 def _obstacle(

@@ -42,9 +42,6 @@ WHY_RETRY_S = 1.0
 """Pause before a second query for the reason why the job is signalled: Slurm may signal the job before its view shows
 the reason."""
 
-SHARED_FLAGS = frozenset({"FLEX", "MAGNETIC", "OVERLAP"})
-"""Flags of reservations whose nodes other jobs may use."""
-
 _log = logging.getLogger("slurm")
 
 
@@ -81,6 +78,12 @@ class OwnJob:
             return Done(self.time_left_events(view.seconds_left), [("time", LIMIT_EVERY_S, self.time_left)])
         return Done(then=[("time", pause_of(RETRY_PAUSES_S, tries), lambda: self.time_left(tries + 1))])
 
+    def time_left_anew(self) -> Done:
+        """Query the time limit, and report it even if it has not changed; the next query reports a reservation again.
+        For a controller whose clock stood still."""
+        self._ends_at = self.reservation = None
+        return self.time_left(fresh_s=0.0)
+
     def time_left_events(self, seconds: float | None) -> list[api.AnyEvent]:
         """Return an event if the time left is known for the first time, or if the limit has changed; else none."""
         self._limit_seen_at = self._clock()
@@ -107,7 +110,7 @@ class OwnJob:
         ahead = [
             view
             for view in views
-            if view.name != own and now < view.begins_at < ends_at and not view.flags & SHARED_FLAGS
+            if view.name != own and now < view.begins_at < ends_at
             if not set(view.nodes).isdisjoint(nodes)
         ]
         before, self.reservation = self.reservation, min(ahead, key=lambda view: view.begins_at, default=None)

@@ -26,7 +26,7 @@ from resihp.slurm.replacement import ReplacementJob
 from resihp.wrapper.config.run_spec import RunRequest
 from resihp.wrapper.slurm_tasks.agenda import Done, pause_of
 from resihp.wrapper.slurm_tasks.exclusion_lists import to_avoid
-from resihp.wrapper.slurm_tasks.own_job import RETRY_PAUSES_S, SHARED_FLAGS, meaning_of
+from resihp.wrapper.slurm_tasks.own_job import RETRY_PAUSES_S, meaning_of
 
 REQUEST_PAUSES_S = (*(5.0,) * 12, *(15.0,) * 16, 60.0)
 """Pauses between queries for requests that wait for a node; the last pause repeats. A new node joins by itself."""
@@ -153,15 +153,16 @@ class Replacements:
                 )
             pause_s = pause_of(RETRY_PAUSES_S, tries)
             return Done(then=[(("ask", number), pause_s, lambda: self.ask(number, tries + 1))])
-        free_s, reservation = self._free_s(wanted)
+        free_s, reserved_s, reservation = self._reserved(wanted)
         if free_s < wanted.seconds:
             least_left_s = self._request.settings.replacement_least_left_s
-            if free_s < least_left_s:
+            if free_s >= least_left_s:
+                wait_s = min(wanted.wait_s, free_s - least_left_s)
+                wanted = msgspec.structs.replace(wanted, seconds=free_s, wait_s=wait_s)
+            elif reserved_s + least_left_s > wanted.seconds:
                 when = f"in {max(free_s, 0.0) / 60:.0f} min"
                 text = f"reservation {reservation} begins {when}, and no node of the partition is free after it"
                 return self._refused(request, text)
-            wait_s = min(wanted.wait_s, free_s - least_left_s)
-            wanted = msgspec.structs.replace(wanted, seconds=free_s, wait_s=wait_s)
         return self._submitted(request, wanted, 1)
 
     def _submitted(self, request: PendingReplacement, wanted: ReplacementJob, tries: int) -> Done:
@@ -230,25 +231,28 @@ class Replacements:
             extra=main.extra,
         )
 
-    def _free_s(self, wanted: ReplacementJob) -> tuple[float, str]:
-        """Return for how many seconds some node that Slurm may choose is not reserved, and the name of the reservation
-        that ends this time. Slurm starts no job that would overlap a reservation. Infinite if not known."""
+    def _reserved(self, wanted: ReplacementJob) -> tuple[float, float, str]:
+        """Return for how many seconds some node that Slurm may choose is not reserved, in how many seconds the next
+        reservation of some such node is over, and the name of the reservation that ends the first time. Slurm starts no
+        job that would overlap a reservation. The first time is infinite if not known."""
         try:
             views = self._slurm.partition_nodes(wanted.asked.partition)
             reserved = self._slurm.reservations()
         except SlurmError as error:
             _log.info("replacement: reservations: %s", error)
-            return math.inf, ""
+            return math.inf, 0.0, ""
         now = self._now()
         next_by_node: dict[str, Reservation] = {}
         for view in sorted(reserved, key=lambda view: view.begins_at, reverse=True):
-            if view.ends_at > now and view.name != wanted.asked.reservation and not view.flags & SHARED_FLAGS:
+            if view.ends_at > now and view.name != wanted.asked.reservation:
                 next_by_node |= dict.fromkeys(view.nodes, view)
         candidates = [name for name, view in views.items() if view.usable and name not in wanted.exclude]
         if not candidates or not next_by_node.keys() >= set(candidates):
-            return math.inf, ""
-        last = max((next_by_node[name] for name in candidates), key=lambda view: view.begins_at)
-        return last.begins_at - now - RESERVATION_MARGIN_S, last.name
+            return math.inf, 0.0, ""
+        views_ahead = [next_by_node[name] for name in candidates]
+        last = max(views_ahead, key=lambda view: view.begins_at)
+        over_s = min(view.ends_at for view in views_ahead) - now
+        return last.begins_at - now - RESERVATION_MARGIN_S, over_s, last.name
 
     def _asked(self) -> JobRequest:
         """Return the main job's request, with the settings that override it. Raises SlurmError."""

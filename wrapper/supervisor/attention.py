@@ -66,9 +66,10 @@ class Attention:
 
 class StoppedJob:
     """Recognises that all agents of a Slurm job were stopped: the kernel says so of the agent on this node, and no
-    other agent sends heartbeats. Outside of Slurm, nothing counts as stopped."""
+    other agent sends heartbeats. Outside of Slurm, nothing counts as stopped. `resumed` is called when they go on."""
 
-    def __init__(self, request: RunRequest) -> None:
+    def __init__(self, request: RunRequest, resumed: Callable[[], None]) -> None:
+        self._resumed = resumed
         self._job = request.slurm.job_id if request.slurm is not None else ""
         self._node = request.settings.batch_node
         self._pid = 0
@@ -93,6 +94,7 @@ class StoppedJob:
             say("notice", f"the job's processes are stopped; training waits, no node is blamed; try: {resume}")
         elif was_stopped and not self._is_stopped:
             say("notice", "the job's processes go on")
+            self._resumed()
         return self._is_stopped
 
 

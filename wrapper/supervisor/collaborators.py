@@ -46,6 +46,9 @@ class SlurmDeskLike(Protocol):
     ) -> None:
         """Carry out an action in the background; its result is reported as an event."""
 
+    def ask_anew(self) -> None:
+        """Report again what is reported in seconds from now, because the controller's clock stood still."""
+
     async def run(self) -> None:
         """Poll Slurm regularly, until cancelled."""
 
@@ -58,6 +61,9 @@ class NoSlurm:
 
     def carry_out(self, action: api.AnyAction) -> None:
         raise AssertionError(f"{type(action).__name__} without Slurm")
+
+    def ask_anew(self) -> None:
+        pass
 
     async def run(self) -> None:
         await asyncio.Event().wait()

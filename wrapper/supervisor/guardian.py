@@ -136,6 +136,8 @@ def _is_led(job: Job) -> bool:
 def _is_batch_script() -> bool:
     """Return whether this process is the batch script itself (`exec resihp run`), so that nothing follows it in the
     Slurm job."""
+    if "SLURM_STEP_ID" in os.environ:
+        return False  # started by srun, whose parent has the same name
     with suppress(OSError):
         return Path(f"/proc/{os.getppid()}/comm").read_text().strip() == "slurmstepd"
     return False

@@ -116,7 +116,7 @@ class Supervisor:
         self._unwritten: deque[Record] = deque()
         self._ledger, self._view = ledger, view
         self._memory = memory
-        self._attention, self._stopped_job = Attention(), StoppedJob(request)
+        self._attention, self._stopped_job = Attention(), StoppedJob(request, self._slurm.ask_anew)
         self._links = AgentLinks(
             launcher,
             self._event,

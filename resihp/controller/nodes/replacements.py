@@ -14,6 +14,7 @@ from typing import Literal
 
 from resihp.controller import interface as api
 from resihp.controller import replan_policy
+from resihp.controller.nodes import reservations
 from resihp.controller.planning import first_plan
 from resihp.controller.state.job import Job
 from resihp.controller.state.requests import COINCIDENCE_S
@@ -154,7 +155,7 @@ def in_time(job: Job) -> bool:
     """Return whether enough time is left for a replacement until the job's time limit, and until a reservation of nodes
     of the job; True if neither is known."""
     ends = [] if job.deadline is None else [job.deadline]
-    reserved = job.maintenance.reserved
+    reserved = reservations.next_on(job)
     if reserved is not None and reserved.at > job.now:
         ends.append(reserved.at)
     return all(end - job.now > job.settings.replacement_least_left_s for end in ends)
@@ -162,7 +163,7 @@ def in_time(job: Job) -> bool:
 
 def _nearest_end(job: Job) -> str:
     """Return, in words, what ends the time in which a replacement would be of use."""
-    reserved = job.maintenance.reserved
+    reserved = reservations.next_on(job)
     if reserved is not None and reserved.at > job.now and (job.deadline is None or reserved.at < job.deadline):
         return f"reservation {reserved.name} of nodes of the job"
     return "the job's time limit"

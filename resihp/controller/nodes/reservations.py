@@ -34,9 +34,17 @@ def ahead(job: Job, event: api.ReservationAhead) -> None:
     job.say("notice", f"reservation {event.name}: {when}; a checkpoint is written {saved}")
 
 
+def next_on(job: Job) -> ReservedTime | None:
+    """Return the next reservation on nodes that the job still has."""
+    reserved = job.maintenance.reserved
+    if reserved is None or not any(name in job.nodes and job.nodes[name].alive for name in reserved.nodes):
+        return None
+    return reserved
+
+
 def review(job: Job) -> None:
     """Order a checkpoint if the reservation begins soon. Training goes on."""
-    reserved = job.maintenance.reserved
+    reserved = next_on(job)
     if reserved is None or reserved.saves or job.now < reserved.at - _lead_s(job):
         return
     if job.record.trains is None or not job.training or job.stop_request is not None:

@@ -31,6 +31,28 @@ def test_only_cpus_of_the_job_count(
     assert affinity.near(BUS, allowed, tmp_path) == near
 
 
+@pytest.mark.parametrize(
+    ("near", "allowed", "bound"),
+    [
+        (("0-3", "4-7"), 8, {0: (0, 1, 2, 3), 1: (4, 5, 6, 7)}),
+        (("0-3", "0-3"), 4, {0: (0, 1, 2, 3), 1: (0, 1, 2, 3)}),
+        (("0-61", "62-63"), 64, {0: tuple(range(62))}),
+        (("0-3", "0-3"), 8, {}),
+        (("0-3", None), 8, {0: (0, 1, 2, 3)}),
+    ],
+    ids=["a half each", "all", "two of 64 CPUs", "a NUMA node of many", "one GPU of which nothing is known"],
+)
+def test_a_worker_is_bound_only_to_its_fair_share_of_cpus(
+    tmp_path: Path, near: tuple[str | None, ...], allowed: int, bound: dict[int, tuple[int, ...]]
+) -> None:
+    for number, listed in enumerate(near):
+        if listed is not None:
+            (tmp_path / f"0000:0{number}:00.0").mkdir()
+            (tmp_path / f"0000:0{number}:00.0" / "local_cpulist").write_text(listed)
+    buses = {number: f"0000:0{number}:00.0" for number in range(len(near))}
+    assert affinity.chosen(buses, set(range(allowed)), tmp_path) == bound
+
+
 @pytest.mark.parametrize("bus", ["", "../../../etc", "0000:1b:00.0"])
 def test_an_unknown_gpu_has_no_cpus(bus: str, tmp_path: Path) -> None:
     assert affinity.near(bus, {0}, tmp_path) == ()

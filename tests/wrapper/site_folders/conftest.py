@@ -18,3 +18,16 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     made.mkdir()
     made.chmod(0o1733)
     return made
+
+
+def put_impostor(kind: str, path: Path, target: Path) -> None:
+    """Put something at `path` that is not a file of one name: a link or second name of `target`, a pipe, a folder."""
+    if kind == "link":
+        path.symlink_to(target)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        assert kind == "second name"
+        path.hardlink_to(target)

@@ -15,6 +15,7 @@ from resihp.wrapper.site_folders import audit
 from resihp.wrapper.site_folders import folder as site_folder
 from resihp.wrapper.site_folders.audit import MAX_LINE_BYTES, Decision, append, line
 from resihp.wrapper.site_folders.folder import SiteFolderError, check_writable
+from tests.wrapper.site_folders.conftest import put_impostor
 
 DECISION = Decision(
     id="vc:17:3", at=1_800_000_000.0, cluster="vc", job="17", decision="drain", outcome="done", node="n3", reason="Xid"
@@ -74,14 +75,8 @@ def test_a_line_is_one_line_and_bounded_whatever_it_quotes(letter: str) -> None:
 def test_what_is_no_file_of_ours_alone_is_left_as_it_is(kind: str, site: Path, tmp_path: Path) -> None:
     target, path = tmp_path / "target", site / name()
     target.write_text("before")
-    if kind == "link":
-        path.symlink_to(target)
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    elif kind == "second name":
-        path.hardlink_to(target)
+    if kind != "group may write":
+        put_impostor(kind, path, target)
     else:
         path.write_text("before")
         path.chmod(0o664)

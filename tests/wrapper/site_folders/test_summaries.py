@@ -15,6 +15,7 @@ from resihp.wrapper.job_files.contents import LastIteration, ProgressFile
 from resihp.wrapper.site_folders import summaries
 from resihp.wrapper.site_folders.folder import SiteFolderError
 from resihp.wrapper.site_folders.summaries import MAX_SUMMARY_BYTES, JobSummary, publish, read, withdraw
+from tests.wrapper.site_folders.conftest import put_impostor
 
 NOW = 1_800_000_000.0
 UID = os.geteuid()
@@ -106,14 +107,8 @@ def test_what_is_no_plain_file_is_not_opened(
     publish(site, SUMMARY)
     target, path = tmp_path / "target", site / f"vc-18-{UID}.json"
     target.write_bytes(encoded())
-    if kind == "link":
-        path.symlink_to(target)
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    elif kind == "second name":
-        path.hardlink_to(target)
+    if kind != "socket":
+        put_impostor(kind, path, target)
     else:
         with socket.socket(socket.AF_UNIX) as listener:
             monkeypatch.chdir(site)

@@ -448,9 +448,11 @@ def test_a_bug_in_dealing_with_slurm_does_not_end_the_job(desk: Desk, caplog: py
 # --- reservations -------------------------------------------------------------------------------------------------
 
 
-def reserved(name: str, begins_s: float, *nodes: str, flags: tuple[str, ...] = ("MAINT",)) -> Reservation:
+def reserved(name: str, begins_s: float, *nodes: str, lasts_s: float = 3600.0) -> Reservation:
     begins_at = 1e9 + begins_s
-    return Reservation(name=name, begins_at=begins_at, ends_at=begins_at + 3600, nodes=nodes, flags=frozenset(flags))
+    return Reservation(
+        name=name, begins_at=begins_at, ends_at=begins_at + lasts_s, nodes=nodes, flags=frozenset({"MAINT"})
+    )
 
 
 def in_partition_main(desk: Desk) -> None:
@@ -466,7 +468,7 @@ def test_the_next_reservation_of_a_node_is_told_once(desk: Desk) -> None:
         reserved("later", 6000, "n1", "n2"),
         reserved("maint", 5000, "n2", "n6"),
         reserved("elsewhere", 100, "n6"),
-        reserved("shared", 100, "n1", flags=("FLEX",)),
+        reserved("now", -100, "n1"),
         reserved("after", 9000, "n1"),
     ]
     desk.wait(70)
@@ -516,12 +518,31 @@ def test_a_replacement_ends_before_a_reservation_of_all_nodes(
 
 def test_no_replacement_is_asked_for_where_all_nodes_are_reserved_soon(desk: Desk) -> None:
     in_partition_main(desk)
-    desk.slurm.reserved = [reserved("now", -60, "n5"), reserved("maint", 1200, "n6")]
+    desk.slurm.reserved = [reserved("now", -60, "n5", lasts_s=7000), reserved("maint", 1200, "n6", lasts_s=7000)]
     desk.ask()
     assert desk.submitted == []
     (news,) = desk.of(api.ReplacementNews)
     assert news.state == "refused"
     assert news.text == "reservation maint begins in 18 min, and no node of the partition is free after it"
+
+
+def test_a_replacement_may_start_after_a_reservation_that_is_over_long_before_the_jobs_end(desk: Desk) -> None:
+    in_partition_main(desk)
+    desk.slurm.reserved = [reserved("now", -60, "n5", lasts_s=3600), reserved("maint", 1200, "n6", lasts_s=7000)]
+    desk.ask()
+    (wanted,) = desk.submitted
+    assert wanted.seconds == 7200
+
+
+def test_after_a_stop_the_time_limit_and_a_reservation_are_told_again(desk: Desk) -> None:
+    """The controller's clock stood still, so that both are nearer than it knows."""
+    desk.slurm.reserved = [reserved("maint", 5000, "n2")]
+    desk.wait(100)
+    desk.now += 1000
+    desk.desk.ask_anew()
+    told = desk.wait(1)
+    assert [event.seconds for event in told if isinstance(event, api.TimeLeft)] == [6100.0]
+    assert [event.name for event in told if isinstance(event, api.ReservationAhead)] == ["maint"]
 
 
 # --- drains and releases ------------------------------------------------------------------------------------------

@@ -144,13 +144,13 @@ def _near_cpus() -> Iterator[CheckResult]:
     no CPUs for them."""
     allowed = os.sched_getaffinity(0)
     buses = sorted(folder.name for folder in GPU_FOLDERS.glob("*:*"))
-    near = {bus: cpus for bus in buses if (cpus := affinity.near(bus, allowed, PCI_DEVICES))}
-    if not near:
+    if not any(affinity.near(bus, allowed, PCI_DEVICES) for bus in buses):
         return
-    groups = Counter(near.values())
+    chosen = affinity.chosen(dict(enumerate(buses)), allowed, PCI_DEVICES)
+    groups = Counter(chosen.values())
     text = "; ".join(f"{count_of(gpus, 'GPU')} near CPUs {affinity.ranges(cpus)}" for cpus, gpus in groups.items())
-    if far := [bus for bus in buses if bus not in near]:
-        text += f"; none of the CPUs that this job may use is near {', '.join(far)}"
+    if far := [bus for number, bus in enumerate(buses) if number not in chosen]:
+        text = "; ".join(filter(None, (text, f"too few of the CPUs that this job may use are near {', '.join(far)}")))
         advice = "request whole nodes: exclusive = true in [slurm]"
         yield CheckResult(check="affinity", outcome="warning", text=text, advice=advice)
     else:

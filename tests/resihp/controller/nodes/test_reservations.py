@@ -97,3 +97,12 @@ def test_no_node_is_asked_for_shortly_before(begins_s: float, asked: int) -> Non
     (seen,) = job.all(ReservationSeen)
     assert (seen.reservation, seen.nodes, seen.seconds) == ("maint", ("n2",), begins_s)
     assert explain(seen) == f"reservation maint: begins on n2 in {begins_s / 60:.0f} min"
+
+
+def test_a_reservation_of_a_node_that_is_lost_does_not_hinder_a_replacement() -> None:
+    job = trained()
+    job.feed(api.TimeLeft(seconds=90000.0))
+    job.feed(msgspec.structs.replace(AHEAD, seconds=1700.0))
+    job.lose("n2")
+    job.train(20)
+    assert len(job.all(ReplacementAsked)) == 1

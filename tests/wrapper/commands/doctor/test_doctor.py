@@ -179,7 +179,7 @@ def test_gpus(script: str, outcome: str, text: str, bare_path: Path, fresh_home:
     [
         (("0-1", "0-1"), "ok", "each worker runs near its GPU: 2 GPUs near CPUs 0-1"),
         (("0", "1"), "ok", "each worker runs near its GPU: 1 GPU near CPUs 0; 1 GPU near CPUs 1"),
-        (("64-127", "0-1"), "warning", "none of the CPUs that this job may use is near 0000:00:00.0"),
+        (("64-127", "0-1"), "warning", "too few of the CPUs that this job may use are near 0000:00:00.0"),
     ],
 )
 def test_the_cpus_near_gpus(

@@ -136,8 +136,9 @@ def _is_led(job: Job) -> bool:
 def _is_batch_script() -> bool:
     """Return whether this process is the batch script itself (`exec resihp run`), so that nothing follows it in the
     Slurm job."""
-    if "SLURM_STEP_ID" in os.environ:
-        return False  # started by srun, whose parent has the same name
+    step = os.environ.get("SLURM_STEP_ID", "")
+    if step.isdigit() and int(step) < 1 << 31:
+        return False  # a task of srun, which has such a parent, too; a batch script has none or a special id (26.05: -5)
     with suppress(OSError):
         return Path(f"/proc/{os.getppid()}/comm").read_text().strip() == "slurmstepd"
     return False

@@ -138,7 +138,7 @@ def _is_batch_script() -> bool:
     Slurm job."""
     step = os.environ.get("SLURM_STEP_ID", "")
     if step.isdigit() and int(step) < 1 << 31:
-        return False  # a task of srun, which has such a parent, too; a batch script has none or a special id (26.05: -5)
+        return False  # a task of srun, which has such a parent, too; the id of a batch script is none, or -5 (26.05)
     with suppress(OSError):
         return Path(f"/proc/{os.getppid()}/comm").read_text().strip() == "slurmstepd"
     return False

@@ -130,7 +130,8 @@ def _begin(request: RunRequest, options: Options) -> int:
     if status not in (0, REQUEUE_REQUESTED) and (hint := resume_hint(request)):
         message(f"job {request.job}: {hint}")
     if options.as_json:
-        print(to_json(outcome(request.of_job, status)))
+        print(to_json(outcome(request.of_job, status)), flush=True)
+    guardian.cancel_if_stopped(request, status)
     return status
 
 

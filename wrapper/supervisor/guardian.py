@@ -78,8 +78,6 @@ def guard(run_file: Path, command: Command = supervisor_command) -> int:
         note_end(request.of_job, status)  # it was refused before it began
     if status == REQUEUE_REQUESTED:
         status = _requeue(request)
-    elif status in STOPPED_CODES and request.slurm is not None and _is_batch_script():
-        _cancel_if_stopped(request)
     return status
 
 
@@ -144,14 +142,16 @@ def _is_batch_script() -> bool:
     return False
 
 
-def _cancel_if_stopped(request: RunRequest) -> None:
+def cancel_if_stopped(request: RunRequest, status: int) -> None:
     """Cancel the Slurm job if an operator has stopped its training: Slurm would call it FAILED because of its exit
-    code. A job that Slurm itself has stopped may be queued again."""
+    code. A job that Slurm itself has stopped may be queued again. To be called last: Slurm kills this process soon
+    after."""
+    if request.slurm is None or status not in STOPPED_CODES or not _is_batch_script():
+        return
     from resihp.record.journal import JobSignalled
     from resihp.slurm.commands import CommandLine
     from resihp.wrapper.slurm_tasks.requeue import cancel
 
-    assert request.slurm is not None
     with suppress(OSError, ResihpError):
         signals = [record.entry for record in request.of_job.records() if isinstance(record.entry, JobSignalled)]
         if any(entry.meaning == "operator" for entry in signals):

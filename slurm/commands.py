@@ -55,6 +55,8 @@ _NO_ANSWER = (
     "network is unreachable",
     "temporarily unable",
     "temporarily unavailable",
+    # A requeued job cannot be changed until accounting knows it.
+    "db index is being set",
     "standby mode",
     # From munge, or between clusters: the controller has not checked the caller's rights.
     "munge encode failed",

@@ -81,7 +81,8 @@ def test_a_node_with_a_memory_error_is_drained_before_the_run_ends(cluster: Make
 
 @pytest.mark.parametrize("away_s", [20, pytest.param(600, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])])
 def test_a_job_is_requeued_when_slurmctld_is_back(cluster: MakeCluster, away_s: int) -> None:
-    desk = Desk(cluster(nodes=3, gpus=1))
+    """With accounting: without it, this slurmctld would change no requeued job before its last process has ended."""
+    desk = Desk(cluster(nodes=3, gpus=1, dbd=True))
     desk.pace(0.1)
     job = submit(desk, every=3)
     desk.until_committed(job, 3)

@@ -18,26 +18,36 @@ from resihp.words import count_of
 from resihp.wrapper.config.run_spec import RunRequest, SlurmRequest
 from resihp.wrapper.slurm_tasks import exclusion_lists
 
-MAX_ATTEMPTS = 8
-"""How often to ask a controller that does not answer, at most."""
-RETRY_PAUSE_S = 1.0
+PATIENCE_S = 45.0
+"""How long to ask a controller that does not answer. It kills the batch script after KillWait, 30 s by default."""
+RETRY_PAUSE_S = 0.2
+"""A controller that cannot change the job yet waits for 3 to 5 s before it says so."""
 
 
 def exclude_bad_nodes(
-    request: RunRequest, slurm: Slurm, say: Callable[[str], None], *, sleep: Callable[[float], None] = time.sleep
+    request: RunRequest,
+    slurm: Slurm,
+    say: Callable[[str], None],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Keep a pending job from the nodes that its user's jobs avoid, and from those that its user excluded. Says what
-    was done, and why a node cannot be excluded. Asks again for a few seconds if Slurm does not answer: a controller
-    that has just come back refuses connections now and then."""
+    was done, and why a node cannot be excluded.
+
+    Asks again until Slurm ends this process. A controller that has just come back refuses connections now and then,
+    and without accounting (slurmdbd) it changes no requeued job before the job's last process has ended.
+    """
     main = request.slurm
     assert main is not None
-    for attempt in range(1, MAX_ATTEMPTS + 1):
+    deadline = clock() + PATIENCE_S
+    while True:
         try:
             for text in _exclude(request, main, slurm):
                 say(f"job {main.job_id}: {text}")
             return
         except SlurmError as error:
-            if attempt == MAX_ATTEMPTS or isinstance(error, SlurmRefusedError):
+            if clock() > deadline or isinstance(error, SlurmRefusedError):
                 say(f"job {main.job_id}: its next run may get the nodes again that it should avoid: {error}")
                 return
         sleep(RETRY_PAUSE_S)

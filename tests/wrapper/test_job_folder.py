@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -165,6 +167,15 @@ def test_job_that_a_successor_leads_from_this_machine_is_left_alone(fresh_home: 
     assert not finish_dead_job(job)
     os.close(lock)
     assert job.supervisor() is None
+    assert finish_dead_job(job)
+
+
+def test_job_whose_agents_may_elect_a_successor_is_left_alone(fresh_home: Path) -> None:
+    job = begun()
+    words = ("resihp.wrapper.agent.process", "--run", str(job.run_file), "--node", "n1")
+    agent = subprocess.Popen([sys.executable, "-c", "input()", *words], stdin=subprocess.PIPE)
+    assert not finish_dead_job(job)
+    agent.communicate(b"\n")
     assert finish_dead_job(job)
 
 

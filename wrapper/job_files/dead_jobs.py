@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from resihp.errors import LedgerError, ProtocolError
-from resihp.wrapper.job_files.job import OurJob, is_succeeded, take_lock
+from resihp.wrapper.job_files.job import Job, OurJob, is_succeeded, take_lock
 from resihp.wrapper.job_files.journals import has_ended, is_journal_of
 from resihp.wrapper.job_files.registered import note_end
 from resihp.wrapper.strict_modes import is_own, read_plain, write_private
@@ -23,14 +23,17 @@ from resihp.wrapper.strict_modes import is_own, read_plain, write_private
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import psutil
+
     from resihp.record.journal import Record
 
 
 def finish_dead_job(job: OurJob, reason: str = "the supervisor was found dead", *, locked: bool = False) -> bool:
     """Write the end of a job that no longer has a supervisor; return whether an end was written.
 
-    Does nothing if a supervisor holds the lock, if the job has ended or has not begun, if its journal is on another
-    machine, if it is another user's job, or if its folder is read-only. An end that the job itself recorded is kept: if
+    Does nothing if a supervisor holds the lock, if agents of the job run on this machine (they elect a successor, or
+    end within a minute), if the job has ended or has not begun, if its journal is on another machine, if it is another
+    user's job, or if its folder is read-only. An end that the job itself recorded is kept: if
     its exit code or the copy of its journal exists, nothing is overwritten, and an original journal without an end is
     restored from the copy. Then the ledger is brought up to date with the journal. `locked`: our guardian already holds
     the lock.
@@ -42,7 +45,7 @@ def finish_dead_job(job: OurJob, reason: str = "the supervisor was found dead", 
     if lock is None and not locked:
         return False
     try:
-        if not _lacks_end(job, path):
+        if not _lacks_end(job, path) or (not locked and agents_of(job)):
             return False
         _write_end(job, path, reason)
     except OSError as error:
@@ -54,6 +57,21 @@ def finish_dead_job(job: OurJob, reason: str = "the supervisor was found dead", 
         if lock is not None:
             os.close(lock)
     return True
+
+
+def agents_of(job: Job) -> list[psutil.Process]:
+    """Return the processes of the job's agents on this machine: live processes that were started with its run file."""
+    import psutil
+
+    processes = []
+    for process in psutil.process_iter():
+        try:
+            command = process.cmdline()
+        except psutil.Error:
+            continue
+        if "resihp.wrapper.agent.process" in command and str(job.run_file) in command:  # a zombie has no command line
+            processes.append(process)
+    return processes
 
 
 def _may_write_end(job: OurJob, path: Path, *, locked: bool) -> bool:

@@ -21,12 +21,11 @@ from resihp.record.journal import JobEnded
 from resihp.record.journal_file import read_packed
 from resihp.wrapper.config.run_spec import RunRequest
 from resihp.wrapper.exit_codes import REQUEUE_REQUESTED
-from resihp.wrapper.job_files.dead_jobs import finish_dead_job
+from resihp.wrapper.job_files.dead_jobs import agents_of, finish_dead_job
 from resihp.wrapper.job_folder import Job, note_end, write_private
 from resihp.wrapper.output.render import say
 from resihp.wrapper.sinks.fanout import notify_of_end
 from resihp.wrapper.slurm_tasks.job_comment import write_last_comment
-from resihp.wrapper.supervisor.takeover import agents_of
 
 AGENTS_GONE_S = 10.0
 GUARDIAN_LEAVES_S = 5.0

@@ -22,7 +22,8 @@ from resihp.record.journal import JobEnded, JobStarted, NodeJoined, Record
 from resihp.record.journal_file import Journal
 from resihp.record.quorum import Membership
 from resihp.wrapper.config.run_spec import RunRequest
-from resihp.wrapper.job_folder import Job, write_private
+from resihp.wrapper.job_files.dead_jobs import agents_of
+from resihp.wrapper.job_folder import write_private
 
 
 @dataclass(frozen=True)
@@ -84,19 +85,6 @@ def agents_are_started(request: RunRequest) -> bool:
             words = process.cmdline()
             started.update(node for option, node in itertools.pairwise(words) if option == "--node")
     return bool(started) if request.slurm is not None else len(started) == request.settings.nodes
-
-
-def agents_of(job: Job) -> list[psutil.Process]:
-    """Return the processes of the job's agents on this machine: live processes that were started with its run file."""
-    processes = []
-    for process in psutil.process_iter():
-        try:
-            command = process.cmdline()
-        except psutil.Error:
-            continue
-        if "resihp.wrapper.agent.process" in command and str(job.run_file) in command:  # a zombie has no command line
-            processes.append(process)
-    return processes
 
 
 def inherit(copy: Path) -> Path:

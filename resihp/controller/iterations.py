@@ -254,7 +254,8 @@ def review_askers(job: Job) -> None:
     happened.
 
     One rank gets the order and passes it on to all ranks in the iteration's last synchronisation. If that rank is lost,
-    or all ranks park before the synchronisation, another rank gets the order under the next plan.
+    or all ranks park before the synchronisation, another rank gets the order under the next plan. The order is repeated
+    if a checkpoint that was under way when a request came has used it up.
     """
     saves = job.saves
     newest = job.record.checkpointed
@@ -269,10 +270,10 @@ def review_askers(job: Job) -> None:
         answer_askers(job, False, "the job is stopping, and writes a last checkpoint if it can")
     elif job.stage == "halting":
         answer_askers(job, False, "no checkpoint: training is done")
-    elif job.training and saves.epoch != job.epoch:
+    elif job.training and (saves.epoch != job.epoch or newest > saves.before):
         assert job.record.plan is not None
         saves.number += 1
-        saves.epoch = job.epoch
+        saves.epoch, saves.before = job.epoch, newest
         job.order(job.record.plan.layout.active[:1], m.SaveNext(number=saves.number))
 
 

@@ -60,6 +60,8 @@ class Saves:
     epoch: int = 0
     """Epoch of the last order; 0 if no request is pending. In a new epoch the order is given again, because its
     recipient may not have passed it on."""
+    before: int = 0
+    """Iteration of the newest checkpoint at the time of the last order."""
 
 
 @dataclass(frozen=True, kw_only=True)

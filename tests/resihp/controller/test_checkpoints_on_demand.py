@@ -71,6 +71,23 @@ def test_several_who_ask_share_one_and_a_later_one_gets_another() -> None:
     assert len(replies(job)) == 2
 
 
+def test_whoever_asks_while_a_checkpoint_is_being_written_gets_a_later_one() -> None:
+    job = Direct().run(2)
+    ask(job, 5)
+    job.step(3)
+    ask(job, 6)
+    write(job, 0, 1, iteration=3)
+    commit(job, 3)
+    job.feed(api.Tick())
+    assert [reply.request for reply in replies(job)] == [5]
+    assert told(job) == [((0,), 1), ((0,), 2)]
+    job.step(4)
+    write(job, 0, 1, iteration=4)
+    commit(job, 4)
+    job.feed(api.Tick())
+    assert [reply.request for reply in replies(job)] == [5, 6]
+
+
 def test_a_checkpoint_from_before_is_no_answer() -> None:
     job = Direct().run(2)
     commit(job, 2)

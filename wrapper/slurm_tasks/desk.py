@@ -74,6 +74,7 @@ class SlurmDesk:
         self._event = event
         self._request = request
         self._own_reservation = request.slurm.reservation
+        self._lost: set[str] = set()
         slurm = slurm or Polite(CommandLine())
         exclusions = Exclusions(request.of_job.folder.parent.parent, request.slurm.cluster)
         self._own_job = OwnJob(request.slurm.job_id, slurm, clock, now)
@@ -127,6 +128,7 @@ class SlurmDesk:
             case api.WatchReplacements():
                 plan("requests", float("-inf"), self._replacements.look_often)
             case api.WatchNode():
+                self._lost.add(action.node)
                 self._nodes.watch(action.node)
                 plan("lost nodes", WATCH_PAUSES_S[0], self._nodes.look_for_lost)
             case api.AskWhy():
@@ -170,7 +172,8 @@ class SlurmDesk:
             self._event(event)
 
     def _look_for_reservations(self) -> Done:
-        names = (*self._request.settings.node_names, *self._replacements.guests(running=True))
+        all_names = (*self._request.settings.node_names, *self._replacements.guests(running=True))
+        names = [name for name in all_names if name not in self._lost]
         events = self._own_job.reservations(names, self._own_reservation)
         return Done(events, [("reservations", RESERVATIONS_EVERY_S, self._look_for_reservations)])
 

@@ -482,6 +482,13 @@ def test_the_next_reservation_of_a_node_is_told_once(desk: Desk) -> None:
     assert desk.of(api.ReservationAhead)[-1].seconds is None
 
 
+def test_a_reservation_of_a_lost_node_does_not_hide_a_later_one(desk: Desk) -> None:
+    desk.slurm.reserved = [reserved("repair", 3000, "n2"), reserved("maint", 5000, "n1")]
+    desk.do(api.WatchNode(node="n2"))
+    desk.wait(70)
+    assert [event.name for event in desk.of(api.ReservationAhead)] == ["maint"]
+
+
 def test_reservations_after_the_jobs_time_limit_or_its_own_are_not_told(desk: Desk) -> None:
     assert desk.request.slurm is not None
     slurm = msgspec.structs.replace(desk.request.slurm, reservation="ours")

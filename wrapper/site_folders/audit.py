@@ -84,7 +84,7 @@ def append(folder: Path, content: bytes) -> None:
     """
     assert len(content) <= MAX_LINE_BYTES
     name = _file_name()
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     with opened(folder, AUDIT_KEY) as at:
         try:
             descriptor = os.open(name, flags, 0o644, dir_fd=at)
@@ -129,6 +129,8 @@ def _write(descriptor: int, content: bytes) -> None:
     if before == 0:
         with suppress(OSError):  # the file may be append-only already
             os.fchmod(descriptor, 0o644)  # whatever the umask: operators read it
+    elif os.pread(descriptor, 1, before - 1) != b"\n":
+        content = b"\n" + content  # after a line that a full disk cut short
     written = os.write(descriptor, content)
     if written == len(content):
         return

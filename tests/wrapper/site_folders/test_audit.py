@@ -138,6 +138,15 @@ def test_a_full_disk_leaves_no_half_line(site: Path, monkeypatch: pytest.MonkeyP
     assert (site / name()).read_bytes() == whole
 
 
+def test_a_half_line_that_could_not_be_removed_spoils_no_other(site: Path) -> None:
+    append(site, line(DECISION))
+    with (site / name()).open("ab") as file:
+        file.write(b'{"schema":1,"id"')
+    append(site, line(DECISION))
+    first, half, last = (site / name()).read_text().splitlines()
+    assert (json.loads(first), half) == (json.loads(last), '{"schema":1,"id"')
+
+
 def test_who_holds_the_lock_for_ever_keeps_no_line_out(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever may read a file may lock it."""
     monkeypatch.setattr(audit, "LOCK_PATIENCE_S", 0.05)

@@ -90,6 +90,7 @@ def of_slurm(
         constraint=section.constraint,
         reservation=section.reservation or given.reservation,
         extra=section.extra,
+        step_extra=section.step_extra,
         limits=drain_limits(configuration, section.partition or given.partition, section.replacement_partition),
         health_command=configuration.site.health_command,
         health_timeout_s=configuration.site.health_timeout,

@@ -55,6 +55,8 @@ class SlurmRequest(msgspec.Struct, frozen=True, kw_only=True):
     reservation: str = ""
     extra: tuple[str, ...] = ()
     """Further options of sbatch."""
+    step_extra: tuple[str, ...] = ()
+    """Further options of the srun step that starts the agents."""
     limits: DrainLimits = NO_LIMITS
     """The site's limits on drains by all jobs together."""
     health_command: tuple[str, ...] = ()

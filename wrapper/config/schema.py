@@ -208,6 +208,8 @@ class SlurmSection(Section):
     needs."""
     extra: tuple[Annotated[str, AfterValidator(values.option)], ...] = ()
     """Further options for sbatch, as `--mail-type=END`."""
+    step_extra: tuple[Annotated[str, AfterValidator(values.step_option)], ...] = ()
+    """Further options for the srun step that starts the agents, as `--network=single_node_vni`."""
     spares: int = Field(default=_SETTINGS.spares, ge=0, le=10_000)
     """Nodes beyond those of the layout; their workers stand by."""
     replacements: int = Field(default=_SETTINGS.replacements, ge=0, le=10_000)

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 from resihp.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pydantic import SecretStr  # agents import this module, and start a third faster without pydantic
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(I?)B", re.IGNORECASE)
@@ -195,18 +197,52 @@ OWN_SBATCH_OPTIONS = {
 """Options of sbatch that resihp sets itself, each with the key to use instead; empty if only resihp's value works."""
 
 
+_ONE_AGENT = "one agent runs on each node"
+_WHOLE_NODE = "an agent has all that the job has on its node"
+_OWN_LOGS = "agents write their logs themselves"
+_SURVIVES = "the step outlives a node that fails"
+_OUTSIDE = "agents run outside of containers; use [container]"
+OWN_SRUN_OPTIONS = {
+    **dict.fromkeys(
+        ("nodes", "ntasks", "ntasks-per-node", "nodelist", "exclude", "relative", "multi-prog"), _ONE_AGENT
+    ),
+    **dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu", "cpus-per-task", "cpu-bind", "exclusive"), _WHOLE_NODE),
+    **dict.fromkeys(("exact", "overlap", "gres", "gpus", "gpus-per-node", "gpus-per-task", "gpu-bind"), _WHOLE_NODE),
+    **dict.fromkeys(("output", "error", "input", "open-mode", "label", "pty", "unbuffered"), _OWN_LOGS),
+    **dict.fromkeys(("no-kill", "kill-on-bad-exit", "wait", "time", "immediate", "deadline"), _SURVIVES),
+    **dict.fromkeys(("container", "container-image", "container-mounts", "container-name"), _OUTSIDE),
+    **dict.fromkeys(("jobid", "job-name", "dependency", "het-group"), "the step belongs to its job"),
+    "mpi": "agents are no MPI processes",
+    "export": "use [job] environment",
+    "chdir": "agents run where the job was submitted",
+}
+"""Options of srun that may not be changed, each with the reason."""
+
+
 def option(text: str) -> str:
     """Return the text if it is an option of sbatch that resihp does not set itself. Raises ValueError."""
-    if not _OPTION.fullmatch(text):
-        raise ValueError("must be a long option of sbatch, as --mail-type=END, without quotes, $, # and backslashes")
-    name = text[2:].partition("=")[0]
-    if name in OWN_SBATCH_OPTIONS:
-        raise ValueError(
-            f"--{name}: use {OWN_SBATCH_OPTIONS[name]}"
-            if OWN_SBATCH_OPTIONS[name]
-            else f"--{name} is set by resihp and cannot be changed"
-        )
+    name = _own_option(text, "sbatch, as --mail-type=END", OWN_SBATCH_OPTIONS)
+    if name:
+        key = OWN_SBATCH_OPTIONS[name]
+        raise ValueError(f"--{name}: use {key}" if key else f"--{name} is set by resihp and cannot be changed")
     return text
+
+
+def step_option(text: str) -> str:
+    """Return the text if it is an option of srun that does not change how agents run. Raises ValueError."""
+    name = _own_option(text, "srun, as --network=single_node_vni", OWN_SRUN_OPTIONS)
+    if name:
+        raise ValueError(f"--{name} cannot be changed: {OWN_SRUN_OPTIONS[name]}")
+    return text
+
+
+def _own_option(text: str, example: str, own: Iterable[str]) -> str:
+    """Return which of our own options the text sets, whole or abbreviated; empty if none. Raises ValueError for a text
+    that is no option."""
+    if not _OPTION.fullmatch(text):
+        raise ValueError(f"must be a long option of {example}, without quotes, $, # and backslashes")
+    name = text[2:].partition("=")[0]
+    return name if name in own else next((option for option in own if option.startswith(name)), "")
 
 
 _MOUNT = re.compile(r"/[^:,\s]*(:/[^:,\s]*(:(ro|rw))?)?")

@@ -82,6 +82,7 @@ def step_command(request: RunRequest, address: str, *, srun: str = "srun") -> li
         options.append(f"--cpus-per-task={slurm.cpus}")
     if slurm.gpus:
         options.append(f"--gres=gpu:{slurm.gpus}")
+    options += slurm.step_extra
     run_file = str(request.of_job.run_file)
     agent = [
         sys.executable,

@@ -50,7 +50,9 @@ def request_(fresh_home: Path) -> RunRequest:
 
 
 def test_one_step_starts_an_agent_on_each_node_with_all_that_is_there(request_: RunRequest) -> None:
-    command = step_command(request_, "10.0.0.1:4000")
+    assert request_.slurm is not None
+    slurm = msgspec.structs.replace(request_.slurm, step_extra=("--network=instances=2",))
+    command = step_command(msgspec.structs.replace(request_, slurm=slurm), "10.0.0.1:4000")
     options, agent = command[1 : command.index(sys.executable)], command[command.index(sys.executable) :]
     assert command[0] == "srun"
     for option in (
@@ -58,6 +60,7 @@ def test_one_step_starts_an_agent_on_each_node_with_all_that_is_there(request_: 
             "--jobid=77",
             "--nodes=4",
             "--ntasks=4",
+            "--network=instances=2",
             "--ntasks-per-node=1",
             "--nodelist=n1,n2,n3,n7",
             "--cpus-per-task=8",

@@ -214,6 +214,9 @@ class Slurm(Protocol):
     def submit(self, script: Path, options: Sequence[str] = ()) -> str:
         """Submit a batch script with sbatch; return the job's id."""
 
+    def check_step(self, options: Sequence[str]) -> None:
+        """Have srun read these options, without starting anything. Raises SlurmUsageError if it refuses them."""
+
     def requeue(self, job_id: str) -> None:
         """Requeue a job of this user. A pending job stays pending."""
 

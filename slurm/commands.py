@@ -22,7 +22,7 @@ import msgspec
 from resihp.slurm import releases
 from resihp.slurm.client import JobRequest, JobView, NodeChoice, NodeView, Reservation, sanitised
 from resihp.slurm.command_call import CompletedCall, call, query_environment, submit_environment
-from resihp.slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
+from resihp.slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError, SlurmUsageError
 from resihp.slurm.parsing import parse, parse_request, reservations
 
 TIMEOUT_S = 10.0
@@ -55,8 +55,6 @@ _NO_ANSWER = (
     "network is unreachable",
     "temporarily unable",
     "temporarily unavailable",
-    # A requeued job cannot be changed until accounting knows it.
-    "db index is being set",
     "standby mode",
     # From munge, or between clusters: the controller has not checked the caller's rights.
     "munge encode failed",
@@ -68,6 +66,9 @@ _NO_ANSWER = (
 _PERMISSION = ("invalid user id", "permission denied", "access denied", "operation not permitted", "not authorized")
 _SPEAKER = re.compile(r"^\S+: (?:error: |fatal: )?")
 _UNKNOWN_JOB = "invalid job id specified"
+
+_NO_SUCH_OPTION = ("unrecognized", "invalid", "ambiguous", "argument")
+"""Words, in lower case, of srun's complaints about its options. Without a controller it complains in other words."""
 
 
 class CommandLine:
@@ -202,6 +203,12 @@ class CommandLine:
         argv = ["sbatch", "--parsable", *options, "--", str(script.absolute())]
         answer = self._call(*argv, environment=self._submit_environment)
         return parse.submitted(self._checked(answer, f"{script}: not submitted", "sbatch"))
+
+    def check_step(self, options: Sequence[str]) -> None:
+        answer = self._call("srun", *options, "--help")
+        if answer.status and any(word in answer.complaint.lower() for word in _NO_SUCH_OPTION):
+            complaint = answer.complaint.partition(' Try "')[0][:200]
+            raise SlurmUsageError(f"[slurm] step_extra: {complaint}; correct it in job.toml")
 
     def requeue(self, job_id: str) -> None:
         self._check_job(job_id)

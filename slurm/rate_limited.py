@@ -195,6 +195,9 @@ class Polite:
     def submit(self, script: Path, options: Sequence[str] = ()) -> str:
         return self._count("submit", self._slurm.submit)(script, options)
 
+    def check_step(self, options: Sequence[str]) -> None:
+        self._slurm.check_step(options)
+
     def requeue(self, job_id: str) -> None:
         with self._changing(self._jobs, job_id):
             self._count("requeue", self._slurm.requeue)(job_id)

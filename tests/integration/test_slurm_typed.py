@@ -13,6 +13,7 @@ from resihp.record.journal import NodeJoined, Reconfigured, ReplacementChanged
 from resihp.slurm import replacement
 from resihp.slurm.client import JobRequest
 from resihp.slurm.commands import CommandLine
+from resihp.slurm.errors import SlurmUsageError
 from resihp.slurm.replacement import ReplacementJob
 from tests.integration import slurm_releases
 from tests.integration.cluster import Cluster
@@ -138,6 +139,17 @@ def test_segments_of_blocks_are_of_the_job_and_not_of_one_node_more(cluster: Mak
 
 
 @pytest.mark.soak
+@pytest.mark.every_slurm
+def test_options_of_the_agents_step_are_read_by_srun_before_anything_waits(cluster: MakeCluster) -> None:
+    made = cluster(nodes=1)
+    slurm = CommandLine(bin=made.commands(), environment=made.environment)
+    slurm.check_step(("--network=instances=2", "--mem-bind=local"))
+    with pytest.raises(SlurmUsageError, match=r"step_extra: .*srun: unrecognized option '--memm=local'; correct"):
+        slurm.check_step(("--mem-bind=local", "--memm=local"))
+    with pytest.raises(SlurmUsageError, match='unrecognized --mem-bind argument "foo"'):
+        slurm.check_step(("--mem-bind=foo",))
+
+
 @pytest.mark.every_slurm
 def test_a_request_that_nobody_cancels_ends_by_itself(cluster: MakeCluster) -> None:
     """As long as the main job could have used the node; 22.05 takes what can never be, and ends it at once."""

@@ -19,7 +19,7 @@ import msgspec
 
 from resihp.slurm import releases
 from resihp.slurm.client import Gres, JobRequest, JobView, NodeChoice, NodeView, Reservation, sanitised
-from resihp.slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
+from resihp.slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError, SlurmUsageError
 from resihp.slurm.parsing.parse import JOB_ID, NODE_LIST, PARTITION_LIST, is_node, node_list
 
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?", re.ASCII)
@@ -249,6 +249,11 @@ class FakeSlurm:
             self.submissions.append((job_id, script, tuple(options)))
             self._answer()
             return job_id
+
+    def check_step(self, options: Sequence[str]) -> None:
+        """Refuse the option that has no meaning."""
+        if "--nonsense" in options:
+            raise SlurmUsageError("[slurm] step_extra: srun: unrecognized option '--nonsense'")
 
     def requeue(self, job_id: str) -> None:
         with self._lock:

@@ -56,6 +56,8 @@ def of_slurm(
 ) -> InSlurm:
     """Return the run's Slurm settings for the given allocation. Raises UsageError, SlurmError."""
     section = configuration.slurm
+    if section.step_extra:
+        slurm.check_step(section.step_extra)
     script = allocation.batch_script(slurm, given.job_id)
     requeue_asked = allocation.requeue_asked(os.environ, script)
     if given.uneven:

@@ -90,6 +90,8 @@ def submit(
         names = ", ".join(sorted(choices))  # values may be secret
         notice(f"your environment has options for sbatch, which come before those of {job_file.name}: {names}")
     _check_release(configuration, job_file, client)
+    if configuration.slurm.step_extra:
+        client.check_step(configuration.slurm.step_extra)
     folder = _keep(configuration, job_file, chain)
     options = _left_out(client, configuration, notice)
     ids: list[str] = []

@@ -23,6 +23,9 @@ PATIENCE_S = 45.0
 RETRY_PAUSE_S = 0.2
 """A controller that cannot change the job yet waits for 3 to 5 s before it says so."""
 
+NOT_YET = "try again in a bit"
+"""Part of the refusal to change a requeued job that accounting does not know yet."""
+
 
 def exclude_bad_nodes(
     request: RunRequest,
@@ -47,7 +50,8 @@ def exclude_bad_nodes(
                 say(f"job {main.job_id}: {text}")
             return
         except SlurmError as error:
-            if clock() > deadline or isinstance(error, SlurmRefusedError):
+            is_final = isinstance(error, SlurmRefusedError) and NOT_YET not in str(error)
+            if clock() > deadline or is_final:
                 say(f"job {main.job_id}: its next run may get the nodes again that it should avoid: {error}")
                 return
         sleep(RETRY_PAUSE_S)

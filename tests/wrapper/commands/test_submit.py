@@ -191,6 +191,14 @@ def test_an_expedited_requeue_is_asked_for_where_slurm_knows_it(job_file: Path) 
     assert older.submissions == []
 
 
+def test_options_that_srun_does_not_know_are_refused_before_the_job_waits(job_file: Path) -> None:
+    job_file.write_text(JOB + LAYOUT + "[slurm]\nstep_extra = ['--nonsense']\n")
+    slurm = FakeSlurm()
+    with pytest.raises(SlurmUsageError, match=r"step_extra: srun: unrecognized option '--nonsense'"):
+        submitted(job_file, slurm)
+    assert slurm.submissions == []
+
+
 def test_the_script_of_a_submitted_job_stays_with_a_copy_of_its_file(job_file: Path) -> None:
     slurm = FakeSlurm()
     ids, told = submitted(job_file, slurm)

@@ -169,6 +169,15 @@ def test_a_controller_that_does_not_answer_at_first_is_asked_again(requeued: Req
     assert [said.startswith("job 77: its next run will not get n2") for said in requeued.said] == [True]
 
 
+def test_a_job_that_cannot_be_changed_yet_is_changed_later(requeued: Requeued) -> None:
+    requeued.avoid("n2")
+    requeued.slurm.refuse["exclude_nodes"] = "Job update not available right now, ... try again in a bit"
+    exclude_bad_nodes(
+        requeued.request, requeued.slurm, requeued.said.append, sleep=lambda _: requeued.slurm.refuse.clear()
+    )
+    assert requeued.slurm.node_choice(requeued.job).excluded == ("n2",)
+
+
 def test_a_controller_that_never_answers_is_asked_until_slurm_has_ended_the_process(requeued: Requeued) -> None:
     """By default, Slurm kills the process that asks 30 s after it has accepted the requeue."""
     requeued.avoid("n2")

@@ -103,7 +103,7 @@ def descend(
     try:
         was = exclusions.remove(node)
     except SlurmError as error:
-        yield _step("exclusion", "unknown", f"node {node}: {error}")
+        yield _step("exclusion", "unknown", _about(node, error))
     else:
         how = "no longer kept out of" if was else "was not kept out of"
         yield _step("exclusion", "done", f"node {node}: {how} our jobs on cluster {exclusions.cluster}")
@@ -115,6 +115,12 @@ def set_aside(view: NodeView) -> bool:
         return False
     noted = bool(view.reason) and not view.reason.startswith(PREFIX)
     return noted or bool(view.flags & {"drain", "fail"}) or view.state in ("down", "error")
+
+
+def _about(node: str, error: Exception) -> str:
+    """Return the error's text, which may or may not name the node."""
+    subject = f"node {node}: "
+    return subject + str(error).removeprefix(subject)
 
 
 def _view(slurm: Slurm, node: str) -> NodeView | None:
@@ -147,9 +153,9 @@ def _drain(slurm: Slurm, node: str, reason: str, refusal: Callable[[], str]) -> 
             return _step("slurm", "refused", f"node {node}: not drained: {why}"), False
         slurm.drain(node, reason)
     except SlurmRefusedError as error:
-        return _step("slurm", "refused", f"node {node}: {error}"), True
+        return _step("slurm", "refused", _about(node, error)), True
     except (SlurmError, OSError) as error:
-        return _step("slurm", "unknown", f"node {node}: {error}"), True
+        return _step("slurm", "unknown", _about(node, error)), True
     return _step("slurm", "done", f"node {node}: drained: {reason}"), False
 
 
@@ -171,9 +177,9 @@ def _undrain(slurm: Slurm, node: str, user: str, uid: int) -> tuple[Step, bool]:
             return _step("slurm", "refused", text), False
         slurm.undrain(node)
     except SlurmRefusedError as error:
-        return _step("slurm", "refused", f"node {node}: {error}"), ask
+        return _step("slurm", "refused", _about(node, error)), ask
     except (SlurmError, OSError) as error:
-        return _step("slurm", "unknown", f"node {node}: {error}"), ask
+        return _step("slurm", "unknown", _about(node, error)), ask
     try:
         remaining_problem = _remaining_obstacle(_view(slurm, node))
     except SlurmError:
@@ -197,7 +203,7 @@ def _request_in_spool(
     try:
         path = requests.put(spool, kind, node, job_id=job_id, reason=reason, now=now)
     except SpoolError as error:
-        return _step("spool", "refused", f"node {node}: {error}")
+        return _step("spool", "refused", _about(node, error))
     return _step("spool", "done", f"node {node}: {kind} asked for in {path}; the site's hook decides")
 
 
@@ -209,7 +215,7 @@ def exclude(
     try:
         added = exclusions.add(node, words, now + for_s, job_id=job_id, measure=measure, now=now)
     except SlurmError as error:
-        return _step("exclusion", "unknown", f"node {node}: {error}")
+        return _step("exclusion", "unknown", _about(node, error))
     when = f"{datetime.fromtimestamp(added.expires_at, UTC):%Y-%m-%d %H:%M} UTC"
     return _step("exclusion", "done", f"node {node}: kept out of our jobs on cluster {exclusions.cluster} until {when}")
 

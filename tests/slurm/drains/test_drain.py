@@ -362,3 +362,8 @@ def test_a_node_that_works_needs_nothing_more(operator: Ladder, state: str) -> N
     operator.slurm.set_node("n3", state=state, flags=frozenset({"drain"}), reason=f"{PREFIX}x", reason_by="alice")
     assert operator.descend("n3")[0].text == f"node n3: undrained, it had '{PREFIX}x'"
     assert operator.descend("n3")[0].text == "node n3: is not drained"
+
+
+def test_a_refusal_names_the_node_once(tmp_path: Path) -> None:
+    user = Ladder(tmp_path, operator=False)
+    assert user.climb("n3")[0].text.count("node n3: ") == 1

@@ -157,7 +157,7 @@ def test_the_element_of_an_array_that_we_are_in_counts(slurm: FakeSlurm, monkeyp
 
 def test_the_batch_host_is_refused(slurm: FakeSlurm) -> None:
     slurm.operator = True
-    refused(SlurmRefusedError, "drain", "n1", "--job", "17")
+    assert refused(SlurmRefusedError, "drain", "n1", "--job", "17").endswith("drain it when job 17 has ended")
     assert slurm.calls["drain"] == 0
 
 

@@ -99,6 +99,8 @@ def drain(
     if not _reached(outcomes):
         unsure = "unknown" in outcomes.values()
         advice = f"it may be drained; check: sinfo -R -n {node}" if unsure else "ask an operator, or for a site hook"
+        if node == holding_job.batch_host:
+            advice = f"drain it when job {holding_job.id} has ended"
         raise SlurmRefusedError(f"node {node}: not drained, only excluded from your jobs; {advice}")
 
 

@@ -201,7 +201,6 @@ _ONE_AGENT = "one agent runs on each node"
 _WHOLE_NODE = "an agent has all that the job has on its node"
 _OWN_LOGS = "agents write their logs themselves"
 _SURVIVES = "the step outlives a node that fails"
-_OUTSIDE = "agents run outside of containers; use [container]"
 OWN_SRUN_OPTIONS = {
     **dict.fromkeys(
         ("nodes", "ntasks", "ntasks-per-node", "nodelist", "exclude", "relative", "multi-prog"), _ONE_AGENT
@@ -210,7 +209,6 @@ OWN_SRUN_OPTIONS = {
     **dict.fromkeys(("exact", "overlap", "gres", "gpus", "gpus-per-node", "gpus-per-task", "gpu-bind"), _WHOLE_NODE),
     **dict.fromkeys(("output", "error", "input", "open-mode", "label", "pty", "unbuffered"), _OWN_LOGS),
     **dict.fromkeys(("no-kill", "kill-on-bad-exit", "wait", "time", "immediate", "deadline"), _SURVIVES),
-    **dict.fromkeys(("container", "container-image", "container-mounts", "container-name"), _OUTSIDE),
     **dict.fromkeys(("jobid", "job-name", "dependency", "het-group"), "the step belongs to its job"),
     "mpi": "agents are no MPI processes",
     "export": "use [job] environment",
@@ -233,6 +231,8 @@ def step_option(text: str) -> str:
     name = _own_option(text, "srun, as --network=single_node_vni", OWN_SRUN_OPTIONS)
     if name:
         raise ValueError(f"--{name} cannot be changed: {OWN_SRUN_OPTIONS[name]}")
+    if text.startswith("--container"):
+        raise ValueError("agents run outside of containers; use [container] for the workers")
     return text
 
 

@@ -20,8 +20,7 @@ from resihp.wrapper.slurm_tasks import exclusion_lists
 
 PATIENCE_S = 45.0
 """How long to ask a controller that does not answer. It kills the batch script after KillWait, 30 s by default."""
-RETRY_PAUSE_S = 0.2
-"""A controller that cannot change the job yet waits for 3 to 5 s before it says so."""
+RETRY_PAUSE_S = 1.0
 
 NOT_YET = "try again in a bit"
 """Part of the refusal to change a requeued job that accounting does not know yet."""

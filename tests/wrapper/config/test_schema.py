@@ -111,6 +111,7 @@ def test_files_are_found_where_they_are_said_to_be(fresh_home: Path) -> None:
         ("[slurm]\nextra = ['--no-req']\n", r"\[slurm\] extra: --no-requeue: use \[slurm\] on_warning"),
         ("[slurm]\nstep_extra = ['-n 3']\n", r"\[slurm\] step_extra: must be a long option of srun"),
         ("[slurm]\nstep_extra = ['--mpi=pmix']\n", r"step_extra: --mpi cannot be changed: agents are no MPI processes"),
+        ("[slurm]\nstep_extra = ['--container-image=a']\n", r"step_extra: agents run outside of containers; use \[con"),
         ("[slurm]\nstep_extra = ['--kill-on=1']\n", r"--kill-on-bad-exit cannot be changed: the step outlives a node"),
         ("[slurm]\nextra = ['--comment=a\\nb']\n", r"\[slurm\] extra: must be a long option of sbatch"),
         ("[slurm]\nextra = ['--comment=$(id)']\n", r"\[slurm\] extra: must be a long option of sbatch"),

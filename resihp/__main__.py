@@ -12,11 +12,21 @@ def main() -> None:
         from resihp.db.url_passwords import hide_own
 
         hide_own()  # before slow imports: until then, other users can read the passwords in our arguments
-        from resihp.wrapper.cli import main as run
-
+        try:
+            from resihp.wrapper.cli import main as run
+        except ModuleNotFoundError as error:
+            sys.exit(_what_is_missing(error))
         run()
     except KeyboardInterrupt:  # may also arrive during imports, which take seconds on a busy shared disk
         sys.exit(130)
+
+
+def _what_is_missing(error: ModuleNotFoundError) -> str:
+    """Return, in words, that this Python lacks a dependency of the commands, as an environment for training may."""
+    return (
+        f"resihp: {sys.prefix} has no module {error.name}, only what training needs; use the resihp of another "
+        f"installation (type -a resihp), or: {sys.executable} -m pip install resihp"
+    )
 
 
 def _leave_python_path() -> None:

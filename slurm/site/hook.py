@@ -822,7 +822,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logged."""
     global _mark
     options = parse(argv)
-    _mark = "dry run: " if options.dry_run else ""
+    _mark = "not done (dry run): " if options.dry_run else ""
     syslog.openlog("resihp-hook", syslog.LOG_PID, syslog.LOG_DAEMON)
     signal.signal(signal.SIGALRM, alarm)
     signal.alarm(ALARM_AFTER_S)

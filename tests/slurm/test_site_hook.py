@@ -259,7 +259,7 @@ def test_dry_run_changes_nothing(site: Site) -> None:
     path = site.request(ALICE)
     site.file(MALLORY, "x.json", b"{")
     said = site.hook("--all", "--dry-run")
-    assert "dry run: drained node n1" in said
+    assert "not done (dry run): drained node n1" in said
     assert site.drained == []
     assert site.left == sorted([path.name, "x.json"])
     assert "memory.json" not in os.listdir(site.state)

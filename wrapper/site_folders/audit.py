@@ -17,7 +17,14 @@ from pathlib import Path
 
 import msgspec
 
-from resihp.wrapper.site_folders.folder import SiteFolderError, check_writable, opened, printable, user_of
+from resihp.wrapper.site_folders.folder import (
+    SiteFolderError,
+    check_writable,
+    file_mode,
+    opened,
+    printable,
+    user_of,
+)
 
 AUDIT_KEY = "audit"
 LINE_SCHEMA = 1
@@ -87,13 +94,13 @@ def append(folder: Path, content: bytes) -> None:
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     with opened(folder, AUDIT_KEY) as at:
         try:
-            descriptor = os.open(name, flags, 0o644, dir_fd=at)
+            descriptor = os.open(name, flags, file_mode(at), dir_fd=at)
         except OSError as error:
             raise _failed(folder, name, (error.strerror or "cannot be opened").lower()) from None
         try:
             _check(folder, name, os.fstat(descriptor))
             _lock(descriptor)
-            _write(descriptor, content)
+            _write(descriptor, content, file_mode(at))
         except OSError as error:
             raise _failed(folder, name, (error.strerror or "cannot be written").lower()) from None
         finally:
@@ -123,12 +130,12 @@ def _lock(descriptor: int) -> None:
             return
 
 
-def _write(descriptor: int, content: bytes) -> None:
+def _write(descriptor: int, content: bytes, mode: int) -> None:
     """Write the line as a whole or, on a full disk, not at all. Raises OSError."""
     before = os.fstat(descriptor).st_size
     if before == 0:
         with suppress(OSError):  # the file may be append-only already
-            os.fchmod(descriptor, 0o644)  # whatever the umask: operators read it
+            os.fchmod(descriptor, mode)  # whatever the umask: operators read it
     elif os.pread(descriptor, 1, before - 1) != b"\n":
         content = b"\n" + content  # after a line that a full disk cut short
     written = os.write(descriptor, content)

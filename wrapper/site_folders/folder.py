@@ -48,6 +48,11 @@ def opened(folder: Path, setting: str) -> Iterator[int]:
         os.close(descriptor)
 
 
+def file_mode(at: int) -> int:
+    """Return the mode of files in a site's folder: a setgid folder gives them its group, which alone reads them."""
+    return 0o640 if os.fstat(at).st_mode & stat.S_ISGID else 0o644
+
+
 def remedy(folder: Path) -> str:
     """Return the command with which an administrator makes the folder."""
     return f"install -d -o root -g root -m 1733 {shlex.quote(str(folder))}"

@@ -23,7 +23,7 @@ from resihp.plain_files import open_plain
 from resihp.wrapper import registry
 from resihp.wrapper.job_files.contents import READ_ERRORS, ProgressFile
 from resihp.wrapper.job_files.registered import SLURM_NAME, slurm_job_of
-from resihp.wrapper.site_folders.folder import SiteFolderError, opened, printable, user_of
+from resihp.wrapper.site_folders.folder import SiteFolderError, file_mode, opened, printable, user_of
 
 SHARE_KEY = "share"
 MAX_SUMMARY_BYTES = 16 << 10
@@ -66,7 +66,7 @@ def publish(folder: Path, summary: JobSummary) -> None:
     )
     with opened(folder, SHARE_KEY) as at:
         try:
-            replace_in(at, _file_name(summary.cluster, summary.job), content, 0o644)
+            replace_in(at, _file_name(summary.cluster, summary.job), content, file_mode(at))
         except OSError as error:
             words = (error.strerror or "cannot be written").lower()
             raise SiteFolderError(f"[site] {SHARE_KEY} {folder}: {words}; tell the administrator") from None

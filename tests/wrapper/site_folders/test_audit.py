@@ -61,6 +61,12 @@ def test_the_umask_hides_no_file_from_operators(site: Path) -> None:
     assert (site / name()).stat().st_mode & 0o777 == 0o640, "what the site made of it stays"
 
 
+def test_in_a_setgid_folder_only_its_group_reads(site: Path) -> None:
+    site.chmod(0o3773)
+    append(site, line(DECISION))
+    assert (site / name()).stat().st_mode & 0o777 == 0o640
+
+
 @pytest.mark.parametrize("letter", ["\x1b[2J\n\0", "\U0001f600", '"\\', "\udc80", "é"])
 def test_a_line_is_one_line_and_bounded_whatever_it_quotes(letter: str) -> None:
     text = letter * 5000

@@ -46,7 +46,9 @@ def test_what_is_published_is_read(site: Path) -> None:
     assert (path.name, path.stat().st_mode & 0o777) == (FILE, 0o644), "operators read it, whatever the umask"
     assert read(site) == ([SUMMARY], 0)
     again = msgspec.structs.replace(SUMMARY, job="17-r2", written_at=NOW + 30)
+    site.chmod(0o3773)
     publish(site, again)
+    assert path.stat().st_mode & 0o777 == 0o640, "by the folder's group only"
     assert read(site) == ([again], 0), "the next run replaces the file of the one before"
     withdraw(site, "vc", "17-r2")
     withdraw(site, "vc", "17-r2")

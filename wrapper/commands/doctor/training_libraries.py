@@ -62,7 +62,7 @@ class TorchAnswer(msgspec.Struct, frozen=True):
 def torch() -> Iterator[CheckResult]:
     """Yield a result for each fault, or, without faults, one that names the versions."""
     if installed("torch") is None:
-        text = "not installed: commands of any kind run, scripts that use resihp.Trainer do not"
+        text = f"not in {sys.prefix}: commands of any kind run, scripts that use resihp.Trainer need another Python"
         yield CheckResult(check="torch", outcome="warning", text=text, advice=INSTALL_COMMAND)
         return
     answer = ask()

@@ -399,7 +399,7 @@ def test_taking_over_after_months_is_no_different(job: Job, reference: dict[int,
     assert job.wait().status == 0, job.stderr
     seconds = adopted_after(job, resumed_at)
     print(f"adopted {seconds:.2f} s after the supervisor was started")
-    assert seconds < 10.0
+    assert seconds < 30.0, "agents wait for a leader for a minute; 4 s on an idle machine"
     assert_nothing_lost(job, reference)
     assert_the_same_processes(job, before)
     assert [entry.term for entry in entries(job, LeaderChosen)] == [2], "started again, or chosen if that took too long"

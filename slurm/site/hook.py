@@ -232,10 +232,16 @@ class Spool:
         self.path = os.path.normpath(path)
         self._dry = dry
         self._folder = open_folder(self.path)
-        self._device = os.fstat(self._folder).st_dev
+        status = os.fstat(self._folder)
+        self._device = status.st_dev
+        # Entries are removed: a mistyped path must not empty /etc or /tmp.
+        if not status.st_mode & 0o022 or status.st_mode & 0o004:
+            os.close(self._folder)
+            mode = oct(stat.S_IMODE(status.st_mode))[2:]
+            raise Unsafe(f"{self.path}: no spool, its mode is {mode}; if it is to be one: chmod 1733 {self.path}")
 
     def names(self) -> list[str]:
-        """Return the names of entries that are not folders. Empty folders are removed; other folders are never
+        """Return the names of entries that are not folders. Empty folders of users are removed; other folders are never
         opened."""
         mounted = self._mounted()
         names: list[str] = []
@@ -252,7 +258,8 @@ class Spool:
             say(f"{self.path}: {len(folders)} unexpected folders in it; check their owners")
         for name in folders[: 0 if self._dry else MAX_FOLDERS]:
             with suppress(OSError):
-                os.rmdir(name, dir_fd=self._folder)
+                if os.stat(name, dir_fd=self._folder, follow_symlinks=False).st_uid != os.geteuid():
+                    os.rmdir(name, dir_fd=self._folder)
         if len(names) > MAX_FILES:
             say(f"{self.path}: {len(names)} files, {MAX_FILES} of them are read in this run")
             names = random.SystemRandom().sample(names, MAX_FILES)

@@ -470,12 +470,14 @@ def test_what_is_no_regular_file_neither_hangs_nor_counts(site: Site) -> None:
             os.chdir(before)
         for name in os.listdir(site.spool):
             os.chown(site.spool / name, ALICE, ALICE)
+        (site.spool / "audit").mkdir()  # root's, another folder of the site
         (site.spool / "empty.json").mkdir()
+        os.chown(site.spool / "empty.json", MALLORY, MALLORY)
         (site.spool / "full.json").mkdir()
         (site.spool / "full.json" / "inner.json").touch()
         said = site.hook()
     assert "not a regular file" in said
-    assert site.left == ["full.json"]
+    assert site.left == ["audit", "full.json"]
     assert site.updates() == []
 
 
@@ -692,6 +694,14 @@ def test_a_spool_where_others_can_rename_files_is_refused(site: Site) -> None:
     site.request(ALICE)
     site.spool.chmod(0o777)
     unsafe(site, site.hook(), "not sticky")
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o1777, 0o700])
+def test_a_folder_that_is_no_spool_is_left_alone(site: Site, mode: int) -> None:
+    """A mistyped path, such as /etc or /tmp, whose files would be removed."""
+    site.request(ALICE)
+    site.spool.chmod(mode)
+    unsafe(site, site.hook(), f"no spool, its mode is {mode:o}; if it is to be one: chmod 1733 {site.spool}")
 
 
 def test_a_spool_of_somebody_else_is_refused(site: Site) -> None:

@@ -15,6 +15,8 @@ def main() -> None:
         try:
             from resihp.wrapper.cli import main as run
         except ModuleNotFoundError as error:
+            if error.name is None or error.name.startswith("resihp"):
+                raise  # the installation is damaged
             sys.exit(_what_is_missing(error))
         run()
     except KeyboardInterrupt:  # may also arrive during imports, which take seconds on a busy shared disk

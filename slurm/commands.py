@@ -67,6 +67,8 @@ _PERMISSION = ("invalid user id", "permission denied", "access denied", "operati
 _SPEAKER = re.compile(r"^\S+: (?:error: |fatal: )?")
 _UNKNOWN_JOB = "invalid job id specified"
 
+_FOR_NOW = "try again in a bit"
+"""Part of the refusal to change a requeued job, in lower case, until accounting knows the job."""
 _NO_SUCH_OPTION = ("unrecognized", "invalid", "ambiguous", "argument")
 """Words, in lower case, of srun's complaints about its options. Without a controller it complains in other words."""
 
@@ -316,7 +318,7 @@ def failure(subject: str, command: str, complaint: str) -> SlurmOutputError | Sl
         return SlurmUnavailableError(f"{text}; try: scontrol ping")
     if any(sentence in lowered for sentence in _PERMISSION):
         return SlurmRefusedError(f"{text}; ask a Slurm operator, or the job's owner", permission=True)
-    return SlurmRefusedError(text)
+    return SlurmRefusedError(text, for_now=_FOR_NOW in lowered)
 
 
 def _portions(items: Iterable[str]) -> Iterator[list[str]]:

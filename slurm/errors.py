@@ -15,11 +15,13 @@ class SlurmUnavailableError(SlurmError):
 
 
 class SlurmRefusedError(SlurmError):
-    """Slurm refused a query or order. `permission`: because of the caller's rights."""
+    """Slurm refused a query or order. `permission`: because of the caller's rights. `for_now`: Slurm asks to try again
+    soon."""
 
-    def __init__(self, text: str, *, permission: bool = False) -> None:
+    def __init__(self, text: str, *, permission: bool = False, for_now: bool = False) -> None:
         super().__init__(text)
         self.permission = permission
+        self.for_now = for_now
 
 
 class SlurmOutputError(SlurmError):

@@ -237,8 +237,8 @@ class Spool:
         # Entries are removed: a mistyped path must not empty /etc or /tmp.
         if not status.st_mode & 0o022 or status.st_mode & 0o004:
             os.close(self._folder)
-            mode = oct(stat.S_IMODE(status.st_mode))[2:]
-            raise Unsafe(f"{self.path}: no spool, its mode is {mode}; if it is to be one: chmod 1733 {self.path}")
+            mode = stat.S_IMODE(status.st_mode)
+            raise Unsafe(f"{self.path}: no spool, its mode is {mode:o}; if it is to be one: chmod 1733 {self.path}")
 
     def names(self) -> list[str]:
         """Return the names of entries that are not folders. Empty folders of users are removed; other folders are never

@@ -320,7 +320,8 @@ class FakeSlurm:
             if self.unavailable:
                 raise SlurmUnavailableError("slurm: Unable to contact slurm controller; try: scontrol ping")
             if kind in self.refuse:
-                raise SlurmRefusedError(f"slurm: {self.refuse[kind]}")
+                text = self.refuse[kind]
+                raise SlurmRefusedError(f"slurm: {text}", for_now="try again" in text)
 
     def _answer(self) -> None:
         if self.swallow_answers:

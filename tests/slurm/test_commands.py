@@ -189,6 +189,7 @@ def test_what_complaints_mean(programs: Programs, name: str, complaint: str, kin
     assert type(error.value) is kind
     if isinstance(error.value, SlurmRefusedError):
         assert error.value.permission == ("Invalid user" in complaint or "denied" in complaint)
+        assert error.value.for_now == ("try again in a bit" in complaint)
     assert "\n" not in str(error.value)
 
 

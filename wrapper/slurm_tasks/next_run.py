@@ -22,9 +22,6 @@ PATIENCE_S = 45.0
 """How long to ask a controller that does not answer. It kills the batch script after KillWait, 30 s by default."""
 RETRY_PAUSE_S = 1.0
 
-NOT_YET = "try again in a bit"
-"""Part of the refusal to change a requeued job that accounting does not know yet."""
-
 
 def exclude_bad_nodes(
     request: RunRequest,
@@ -49,7 +46,7 @@ def exclude_bad_nodes(
                 say(f"job {main.job_id}: {text}")
             return
         except SlurmError as error:
-            is_final = isinstance(error, SlurmRefusedError) and NOT_YET not in str(error)
+            is_final = isinstance(error, SlurmRefusedError) and not error.for_now
             if clock() > deadline or is_final:
                 say(f"job {main.job_id}: its next run may get the nodes again that it should avoid: {error}")
                 return

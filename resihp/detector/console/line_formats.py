@@ -170,10 +170,13 @@ class BarLine(NamedTuple):
     passed: str
 
 
-def iteration_of(format: LineFormat, line: str) -> int | None:
-    """Return the iteration that a line states, counted on over epochs; None if the line is not of this format."""
-    if format.needle not in line or (match := format.iteration.search(line)) is None:
-        return None
+def match_of(format: LineFormat, line: str) -> re.Match[str] | None:
+    """Return where a line states its iteration; None if the line is not of this format."""
+    return format.iteration.search(line) if format.needle in line else None
+
+
+def label_of(match: re.Match[str]) -> int:
+    """Return the iteration that a line states, counted on over epochs."""
     groups = match.groupdict()
     label = int(next(group for name, group in _groups(match) if name not in groups))
     if groups:
@@ -185,8 +188,9 @@ def iteration_of(format: LineFormat, line: str) -> int | None:
 def fields_of(format: LineFormat, line: str) -> dict[str, object] | None:
     """Return the iteration and the time that a line states, under names of `resihp.detector.offline.recordings.names`;
     None if the line is not of this format."""
-    if (label := iteration_of(format, line)) is None:
+    if (match := match_of(format, line)) is None:
         return None
+    label = label_of(match)
     if format.time is None:
         moment = TIMESTAMP_PATTERN.search(line)
         return None if moment is None else {"iteration": label, "timestamp": moment[0]}

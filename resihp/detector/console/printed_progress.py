@@ -1,7 +1,7 @@
 """Follows the iterations of a training script by the lines that it prints. Pure.
 
-The script may use any trainer of `line_formats`, or print a progress bar, as Hugging Face's Trainer and Lightning do.
-`[progress] pattern` describes any other line. Output arrives in pieces that end anywhere, with colours, with lines of
+The script may use any trainer of `line_formats`, or print a progress bar, as Hugging Face's Trainer and Lightning do;
+the user's own pattern reads any other line. Output arrives in pieces that end anywhere, with colours, with lines of
 other things between, and with counters that go back after a restart. Two lines of one form with a rising iteration are
 needed before anything is reported, because a single line may look like a trainer's and be something else.
 """
@@ -20,7 +20,8 @@ from resihp.detector.console.line_formats import (
     LineFormat,
     bar_of,
     fields_of,
-    iteration_of,
+    label_of,
+    match_of,
 )
 from resihp.detector.offline.recordings.recording import ANSI_ESCAPE, number_in
 from resihp.detector.offline.recordings.values import moment_in
@@ -59,8 +60,8 @@ class PrintedIteration(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     """When the line arrived, in seconds."""
     seconds: float | None = None
-    """Duration of an iteration, as printed or else by the arrival of lines; a mean if not every iteration is
-    printed. None for the first line."""
+    """Duration of an iteration, as printed or else by the arrival of lines; a mean if not every iteration is printed.
+    None for a line that neither states it nor was compared with the line before."""
     loss: float | None = None
     """May be NaN or infinite."""
     tokens_per_second: float | None = None
@@ -172,10 +173,8 @@ class PrintedProgress:
 
 def _of_line(form: LineFormat, line: str, at: float) -> PrintedIteration | None:
     """Return what a line of this trainer states; None for any other line."""
-    if (iteration := iteration_of(form, line)) is None:
+    if (match := match_of(form, line)) is None:
         return None
-    match = form.iteration.search(line)
-    assert match is not None
     fields = fields_of(form, line) or {}
     if form.time is not None and not fields:
         return None  # cut off before its time
@@ -184,7 +183,7 @@ def _of_line(form: LineFormat, line: str, at: float) -> PrintedIteration | None:
     loss, tokens = LOSS_PATTERN.search(line, match.start()), TOKENS_PER_SECOND.search(line, match.start())
     goal = GOAL_PATTERN.match(line, match.end(1)) if not match.re.groupindex else None
     return PrintedIteration(
-        iteration=iteration,
+        iteration=label_of(match),
         at=at,
         seconds=seconds if math.isfinite(seconds) and seconds > 0 else None,
         loss=None if loss is None else number_in(loss[1]),

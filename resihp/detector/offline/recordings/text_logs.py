@@ -25,6 +25,7 @@ from resihp.detector.console.line_formats import (
     LineFormat,
     bar_of,
     fields_of,
+    match_of,
 )
 from resihp.detector.offline.recordings.fields import NamedRow, read_rows
 from resihp.detector.offline.recordings.recording import Recording, one_speaker, short, speaker_of
@@ -70,7 +71,7 @@ def _read_lines(numbered: Sequence[tuple[int, str]], format: LineFormat) -> Reco
     rows = []
     for number, line in numbered:
         if (fields := fields_of(format, line)) is not None:
-            match = format.iteration.search(line)
+            match = match_of(format, line)
             assert match is not None
             rows.append(_Read(speaker_of(line[: match.start()]), NamedRow(number, fields)))
     rank_lines = one_speaker(rows, lambda row: row.speaker)

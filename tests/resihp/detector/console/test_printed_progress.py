@@ -12,13 +12,13 @@ import pytest
 from resihp.detector.console.printed_progress import MAX_LINE, PrintedIteration, PrintedProgress
 from tests.resihp.detector.offline.test_other_logs import SECONDS, TEXT
 
-ROWS = 40
-MEGATRON = (
+ROW_COUNT = 40
+MEGATRON_LINE = (
     "[default7]: [2024-05-01 12:00:00] iteration {i:8}/  500000 | consumed samples: 640 | elapsed time per iteration "
     "(ms): 1250.0 | learning rate: 1.0E-04 | global batch size:    64 | lm loss: 2.345678E+00 | loss scale: 1.0 |"
 )
-LINES: dict[str, tuple[Callable[[int], str], float | None, float | None]] = {
-    "Megatron-LM": (lambda i: MEGATRON.format(i=i), 2.345678, None),
+TRAINER_LINES: dict[str, tuple[Callable[[int], str], float | None, float | None]] = {
+    "Megatron-LM": (lambda i: MEGATRON_LINE.format(i=i), 2.345678, None),
     "torchtitan": (TEXT["torchtitan"], 6.1384, 5856.0),
     "nanotron": (TEXT["nanotron"], 10.6, 17.9e3),
     "DeepSpeed": (TEXT["deepspeed"], None, None),
@@ -47,13 +47,13 @@ def fed(text: str, pieces: random.Random | None = None, per_line_s: float = SECO
     return reports
 
 
-@pytest.mark.parametrize("trainer", LINES)
+@pytest.mark.parametrize("trainer", TRAINER_LINES)
 @pytest.mark.parametrize("cut", [False, True])
 def test_iterations_seconds_and_loss_of_each_trainer_are_read(trainer: str, cut: bool) -> None:
-    line, loss, tokens = LINES[trainer]
-    text = "Loading weights\n" + "".join(f"{line(i)}\nsaving: 3 of 7 files\n" for i in range(1, ROWS))
+    line, loss, tokens = TRAINER_LINES[trainer]
+    text = "Loading weights\n" + "".join(f"{line(i)}\nsaving: 3 of 7 files\n" for i in range(1, ROW_COUNT))
     reports = fed(text, random.Random(1) if cut else None, per_line_s=SECONDS / (2 + line(1).count("\n")))
-    assert [report.iteration for report in reports] == list(range(2, ROWS))
+    assert [report.iteration for report in reports] == list(range(2, ROW_COUNT))
     assert [report.seconds for report in reports] == [pytest.approx(SECONDS, rel=0.01)] * len(reports)
     assert {report.loss for report in reports} == {loss}
     assert {report.tokens_per_second for report in reports} == {tokens}
@@ -61,7 +61,7 @@ def test_iterations_seconds_and_loss_of_each_trainer_are_read(trainer: str, cut:
 
 
 def test_the_goal_is_read_where_it_is_printed() -> None:
-    assert fed("".join(MEGATRON.format(i=i) + "\n" for i in range(1, 5)))[-1].goal == 500000
+    assert fed("".join(MEGATRON_LINE.format(i=i) + "\n" for i in range(1, 5)))[-1].goal == 500000
     nanotron = TEXT["nanotron"]
     assert fed("".join(nanotron(i) + "\n" for i in range(1, 5)))[-1].goal == 1000
 
@@ -76,12 +76,12 @@ def test_a_progress_bar_of_hugging_faces_trainer_is_read_with_the_loss_beside_it
     loading = "".join(f"\rLoading checkpoint shards: {50 * i}%|##| {i}/2 [00:0{i}<00:01, 1.00s/it]" for i in range(3))
     progress, reports = PrintedProgress(), []
     reports += progress.feed(loading + "\n", 1.0)
-    for i in range(1, ROWS):
+    for i in range(1, ROW_COUNT):
         reports += progress.feed(bar(i), 5 + i * SECONDS)
         if i % 10 == 0:
             evaluation = "".join(f"\r{10 * k}%|#| {k}/10 [00:0{k // 5}<00:02, 5.00it/s]" for k in range(10))
             reports += progress.feed(f"\n{{'loss': {i / 10}, 'grad_norm': 1.0, 'epoch': 0.1}}\n{evaluation}\n", 6 + i)
-    assert [report.iteration for report in reports] == list(range(reports[0].iteration, ROWS - 1))
+    assert [report.iteration for report in reports] == list(range(reports[0].iteration, ROW_COUNT - 1))
     assert reports[0].iteration <= 6, "as soon as it has run for longer than any other"
     assert {report.goal for report in reports} == {500}
     assert [(report.iteration, report.loss) for report in reports if report.loss] == [(11, 1.0), (21, 2.0), (31, 3.0)]
@@ -110,9 +110,9 @@ def test_a_number_that_two_joined_lines_make_is_not_believed() -> None:
     line = TEXT["nanogpt"]
     text = "".join(f"{line(i)}\n" for i in (1, 2, 3, 4400, 5, 6))
     assert [report.iteration for report in fed(text)] == [2, 3, 5, 6]
-    cut_off = "".join(MEGATRON.format(i=i)[: -90 if i == 4 else None] + "\n" for i in range(1, 7))
+    cut_off = "".join(MEGATRON_LINE.format(i=i)[: -90 if i == 4 else None] + "\n" for i in range(1, 7))
     assert [report.iteration for report in fed(cut_off)] == [2, 3, 4, 5, 6], "its time is behind the cut"
-    halved = "".join(MEGATRON.format(i=i)[: 60 if i == 4 else None] + "\n" for i in range(1, 7))
+    halved = "".join(MEGATRON_LINE.format(i=i)[: 60 if i == 4 else None] + "\n" for i in range(1, 7))
     assert [report.iteration for report in fed(halved)] == [2, 3, 5, 6]
 
 

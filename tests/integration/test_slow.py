@@ -109,7 +109,7 @@ def observe(self, observation):
         kind="fail-slow", iteration=7, detected=8, change=1.0, confidence=0.99, ranks=(), link=(1, 2), evidence="a lie"
     )
     seen = honest_observe(self, observation)
-    return msgspec.structs.replace(seen, findings=(link,) if observation.iteration == 8 else ())
+    return msgspec.structs.replace(seen, findings=(link,) if observation.iteration in (8, 18, 28) else ())
 
 def command(run_file, options):
     return [sys.executable, __file__, "--run", str(run_file), *options]
@@ -118,7 +118,8 @@ monitor.Monitor.observe = observe
 guardian.guard = lambda run_file: honest_guard(run_file, command)
 process.main() if "--run" in sys.argv else cli.main()
 """
-"""`resihp`, with a supervisor whose detector sees one slow link, which is none, and nothing else."""
+"""`resihp`, with a supervisor whose detector says three times that one link is slow, which it is not, and finds nothing
+else. Three times, because on a busy machine the order to measure may come too late."""
 
 
 def test_a_link_under_suspicion_is_measured_while_training_goes_on(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,24 +128,24 @@ def test_a_link_under_suspicion_is_measured_while_training_goes_on(job: Job, mon
     job.folder.mkdir()
     odd.write_text(ODD_DETECTOR)
     monkeypatch.setattr(jobs, "RESIHP", [sys.executable, str(odd)])
-    job.train(iterations=40, nodes=4, gpus=2, tp=1, pp=2).wait()
+    job.train(iterations=60, nodes=4, gpus=2, tp=1, pp=2).wait()
     assert job.status == 0, job.stderr
     monkeypatch.undo()
-    assert [row["iteration"] for row in job.history("iterations")] == list(range(1, 41))
+    assert [row["iteration"] for row in job.history("iterations")] == list(range(1, 61))
     assert len(job.history("plans")) == 1, "nobody was interrupted"
     links = [row for row in job.history("probes") if (row["occasion"], row["kind"]) == ("suspicion", "link")]
     assert {(row["rank"], row["peer"]) for row in links} == {(1, 2), (4, 6)}, job.stderr
     told = [line for line in job.stderr.splitlines() if "link n1-n2 (ranks 1 and 2)" in line]
-    assert len(told) == 2, f"suspected, then cleared: {told}"
-    assert "no longer suspected to be slow, " in told[1]
+    assert len(told) == 6, f"suspected, then cleared, each time: {told}"
+    assert all("no longer suspected to be slow, " in line for line in told[1::2])
     assert job.history("failures") == [], "no link is slow for having been measured where processors are busy"
     with Reader.open(f"sqlite:///{job.folder / 'home' / 'jobs' / 'local-1' / 'ledger.db'}") as reader:
         events = reader.rows("events", reader.job()["id"])
         finished = [row["finished_at"] for row in reader.rows("iterations", reader.job()["id"])]
     suspicion = [row for row in events if row["kind"] in ("Suspected", "SuspicionCleared", "FailureFound")]
-    assert len(suspicion) == 2
+    assert len(suspicion) == 6
     assert "a lie" in suspicion[0]["text"]
-    began, ended = (row["at"] for row in suspicion)
+    began, ended = (row["at"] for row in suspicion[:2])
     meanwhile = sum(began < at <= ended for at in finished)
     took_s = (ended - began).total_seconds()
     print(f"{meanwhile} iterations and {took_s:.2f} s until it was cleared: {told}; {[r['evidence'] for r in links]}")

@@ -72,6 +72,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     Only for jobs with one chunk per stage."""
     memory_bytes: int | None = None
     """Bytes of each device's memory that the job may use; None: unknown, and memory is not checked."""
+    max_restarts: int = 100
+    """Number of times that all processes of a script may be started again in this run. Only for a script that does not
+    declare a model."""
+    min_nodes: int = 0
+    """Minimum number of nodes with which such a script is started again when nodes are lost; 0: with as many as the
+    job requested."""
     come_backs: int = 3
     """Number of times a process may be started again on the same device."""
     faults: tuple[Fault, ...] = ()

@@ -345,6 +345,8 @@ def _settings(
         tune=layout.tune,
         memory_bytes=configuration.job.memory_per_device,
         idle_limit_s=configuration.job.idle_limit,
+        max_restarts=adapt.max_restarts,
+        min_nodes=configuration.job.min_nodes or 0,
         come_backs=adapt.come_backs,
         least=adapt.least,
         examine=adapt.examine,

@@ -60,6 +60,9 @@ class JobSection(Section):
     spares."""
     gpus_per_node: int = Field(default=1, ge=1, le=1024)
     """Devices of a node, one worker each; if left out in an allocation, the GPUs that Slurm gave."""
+    min_nodes: int | None = Field(default=None, ge=1)
+    """Smallest number of nodes with which a script that does not use `resihp.Trainer` is started again when nodes are
+    lost; if left out, as many as `nodes`."""
     memory_per_device: Annotated[int | None, BeforeValidator(values.size)] = _SETTINGS.memory_bytes
     """Memory of each device that the job may use, with its unit, as `80GB`; a plan that needs more is refused. If left
     out, plans assume the smallest GPU's total memory and none is refused for it; where workers share a GPU, no memory
@@ -107,6 +110,9 @@ class AdaptSection(Section):
     """`in-job`: re-plan inside the job. `observe`: detect and report slow or broken devices and the action that would
     follow, but make no plan for them, put no slow device on standby, and drain, give back or request no node, whatever
     `[slurm]` allows. A failure that would end the job is still recovered. `restart` is not supported yet."""
+    max_restarts: int = Field(default=_SETTINGS.max_restarts, ge=0)
+    """How often all processes of a script that does not use `resihp.Trainer` may be started again, in one run of the
+    job, after one of them has failed."""
     come_backs: int = Field(default=_SETTINGS.come_backs, ge=0)
     """How often a process may be started again on the same device."""
     least: float = Field(default=_SETTINGS.least, gt=0, le=1)

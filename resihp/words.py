@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 
+_NUMBERS = re.compile(r"\d+")
 MAX_DIGITS = 18
 """Most digits of a part of a name that is compared as a number."""
 
@@ -26,3 +27,9 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
         elif part:
             key.append((1, 0, part))
     return tuple(key)
+
+
+def alike(text: str) -> str:
+    """Return the text with its numbers replaced, so that texts that differ only in a rank, a port or an address become
+    equal."""
+    return _NUMBERS.sub("#", text)

@@ -142,6 +142,7 @@ _APPLY: dict[type, Callable[[Session, models.JobRow, Any, float], None]] = {
     journal.LeaderChosen: jobs.resume_job,
     journal.JobSignalled: _event_only,
     journal.WorkersOrdered: _event_only,
+    journal.RestartDecided: _event_only,
     journal.PlanWithdrawn: plans.withdraw_plan,
     journal.ChangeDecided: _event_only,
     journal.ChangeDeclined: plans.decline_change,

@@ -40,6 +40,7 @@ from resihp.controller.fail_stop import early_losses, endings, failures, watchdo
 from resihp.controller.fail_stop.onsets import Commit
 from resihp.controller.interface import AnyAction, AnyEvent, Dependencies
 from resihp.controller.nodes import drains, replacements, reservations, upkeep
+from resihp.controller.rounds import restarts
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member
 from resihp.controller.state.transitions import Transition
@@ -168,6 +169,8 @@ def _handle(job: Job, event: AnyEvent) -> None:
             startup.spawn_refused(job, event)
         case api.WorkerExited():
             failures.exited(job, event)
+        case api.ProcessesEnded():
+            restarts.node_ended(job, event.node)
         case api.WorkerSaid():
             _said(job, event)
         case api.InjectAsked() | api.StandingAsked() | api.StopAsked() | api.CheckpointAsked():

@@ -121,6 +121,12 @@ class WorkerExited(Event, frozen=True, kw_only=True):
     clues: tuple[Clue, ...] = ()
 
 
+class ProcessesEnded(Event, frozen=True, kw_only=True):
+    """All processes of the round have ended on this node, with all processes that they had started."""
+
+    node: str
+
+
 class WorkerSaid(Event, frozen=True, kw_only=True):
     rank: int
     message: WorkerMessage
@@ -279,6 +285,7 @@ AnyEvent = (
     | WorkerSpawned
     | SpawnRefused
     | WorkerExited
+    | ProcessesEnded
     | WorkerSaid
     | InjectAsked
     | StandingAsked
@@ -319,13 +326,22 @@ class StartWorkers(Action, frozen=True, kw_only=True):
     """Start workers on a node. `workers`: a (rank, device) pair for each. `joins`: the job is already training or about
     to, so the new workers wait until a plan includes them.
 
-    `nodes`: the node of every rank of the job so far, including the new ranks; the index is the rank.
+    `nodes`: the node of every rank of the job so far, including the new ranks; the index is the rank. `round`: see
+    `journal.WorkersOrdered`.
     """
 
     node: str
     workers: tuple[tuple[int, int], ...]
     nodes: tuple[str, ...] = ()
     joins: bool = False
+    round: int = 0
+
+
+class EndProcesses(Action, frozen=True, kw_only=True):
+    """End all processes of the script on this node, and all processes that they have started. Answered with a
+    `ProcessesEnded` event, after a `WorkerExited` event for each process."""
+
+    node: str
 
 
 class Order(Action, frozen=True, kw_only=True):
@@ -478,6 +494,7 @@ class End(Action, frozen=True, kw_only=True):
 AnyAction = (
     Log
     | StartWorkers
+    | EndProcesses
     | Order
     | SignalWorker
     | SignalNode

@@ -5,11 +5,14 @@
                   |  v            v             |             v  |
                  parking <--------+-------------+---------- pausing
 
+    gathering -> restarting -> gathering
+
 A job is in one stage at a time. `recovering` is the first stage of a new supervisor, until it knows the stage to
-continue from. A failure during training or a change of plan leads to `parking`; the job may end in any stage. A job
-under Slurm that has too few nodes left is `closing` for some seconds before its end, to decide about the lost
-nodes. A change that is not in the table raises InvalidMoveError with the latest events: it is a bug in resihp, and the
-job does not continue. Used by every module of the controller; imports none of them.
+continue from. A script that does not declare a model stays in `gathering` while it runs; it is `restarting` while its
+processes are ended, to be started again. A failure during training or a change of plan leads to `parking`; the job may
+end in any stage. A job under Slurm that has too few nodes left is `closing` for some seconds before its end, to decide
+about the lost nodes. A change that is not in the table raises InvalidMoveError with the latest events: it is a bug in
+resihp, and the job does not continue. Used by every module of the controller; imports none of them.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 Stage = Literal[
     "recovering",
     "gathering",
+    "restarting",
     "parking",
     "proposing",
     "building",
@@ -37,8 +41,9 @@ Stage = Literal[
 ]
 
 ALLOWED_MOVES: dict[Stage, frozenset[Stage]] = {
-    "recovering": frozenset(("gathering", "parking", "running", "halting", "ended")),
-    "gathering": frozenset(("proposing", "closing", "ended")),
+    "recovering": frozenset(("gathering", "restarting", "parking", "running", "halting", "ended")),
+    "gathering": frozenset(("proposing", "restarting", "closing", "ended")),
+    "restarting": frozenset(("gathering", "closing", "ended")),
     "parking": frozenset(("parking", "proposing", "closing", "ended")),
     "proposing": frozenset(("parking", "building", "closing", "ended")),
     "building": frozenset(("parking", "first-iteration", "ended")),

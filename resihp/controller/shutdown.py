@@ -180,7 +180,9 @@ def _is_more(job: Job, before: Meaning | None, meaning: Meaning | None) -> bool:
 def _follows(job: Job) -> str:
     if job.stage == "halting":
         return "training is done"
-    if job.stage == "gathering":
+    if job.needs_all:
+        return "its processes are ended"
+    if job.stage in ("gathering", "restarting"):
         return "training has not begun"
     if job.closing is not None:
         return job.closing.reason

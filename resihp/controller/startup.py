@@ -82,7 +82,7 @@ def start_workers(job: Job) -> None:
     for name, ranks in wanted.items():
         job.starting.update(ranks)
         workers = tuple((rank, job.record.placements[rank].device) for rank in ranks)
-        job.do(api.StartWorkers(node=name, workers=workers, nodes=names))
+        job.do(api.StartWorkers(node=name, workers=workers, nodes=names, round=job.record.round))
 
 
 def _number_ranks(job: Job) -> None:
@@ -119,6 +119,8 @@ def spawn_refused(job: Job, event: api.SpawnRefused) -> None:
     for rank in ranks if event.rank is None else [rank for rank in ranks if rank == event.rank]:
         if job.stage == "gathering":
             never_started(job, rank, event.reason)
+        elif job.stage == "restarting":
+            job.starting.discard(rank)
         else:
             joins.spawn_refused(job, rank, event.reason)
 
@@ -154,7 +156,7 @@ def refused(job: Job, member: Member, refuse: m.Refuse) -> None:
     if job.stage == "gathering":
         member.unwilling = refuse.reason
         job.start.early_at = job.now
-    elif member.declared is None and member.fenced is None:
+    elif job.stage != "restarting" and member.declared is None and member.fenced is None:
         joins.turn_away(job, member, refuse.reason)
 
 

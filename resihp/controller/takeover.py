@@ -23,6 +23,7 @@ from resihp.controller.fail_stop import endings, failures, incidents
 from resihp.controller.fail_stop.onsets import Commit, Onsets
 from resihp.controller.interface import AnyEvent, Dependencies
 from resihp.controller.nodes import drains, joins, upkeep
+from resihp.controller.rounds import restarts
 from resihp.controller.state.beginnings import Recovery
 from resihp.controller.state.job import Job
 from resihp.controller.state.transitions import Transition
@@ -252,6 +253,11 @@ def _go_on(job: Job, undisturbed: bool) -> None:
 
 def _gather_on(job: Job, recovery: Recovery, events: list[api.WorkerSaid]) -> None:
     """Continue the start of a job for which no plan had been decided."""
+    if job.record.restart is not None:
+        job.move("restarting")
+        _mark_dead(job, recovery)
+        restarts.resume(job)
+        return
     job.move("gathering")
     if job.record.unexplained or job.record.lost:
         job.start.early_at = job.now

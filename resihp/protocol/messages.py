@@ -516,6 +516,8 @@ class Start(Message, frozen=True, kw_only=True):
     case."""
     joins: bool = False
     """Whether the job is already in progress, so that the worker waits until a plan gives it work."""
+    round: int = 0
+    """How often all processes of the script have been started again."""
 
 
 WorkerOrder = Start | Propose | Go | Begin | Park | Save | SaveNext | Probe | Slow | FaultGo | Halt | Published
@@ -630,6 +632,12 @@ ABORT_STATUS = 117
 """Exit status of a worker that ended itself because aborting its communicators hung. No node is to blame."""
 
 
+class RoundEnded(Message, frozen=True, kw_only=True):
+    """Answer to `EndRound`, after the `Exited` of each worker. `meeting_port`: as in `Join`, for the next round."""
+
+    meeting_port: int
+
+
 class Exited(Message, frozen=True, kw_only=True):
     """Report that a worker has ended, after all messages of this worker have been forwarded. `status` is as in
     subprocess: negative for a signal.
@@ -683,7 +691,9 @@ class Beat(Message, frozen=True, kw_only=True):
     met: bool = False
 
 
-AgentMessage = Join | Inventory | Spawned | SpawnFailed | Exited | FromWorker | Beat | Signalled | Attend | Publish
+AgentMessage = (
+    Join | Inventory | Spawned | SpawnFailed | Exited | RoundEnded | FromWorker | Beat | Signalled | Attend | Publish
+)
 
 
 # --- supervisor -> agent ----------------------------------------------------------------------------------------
@@ -700,6 +710,13 @@ class Spawn(Message, frozen=True, kw_only=True):
     workers: tuple[Start, ...]
     environment: dict[str, str]
     nodes: tuple[tuple[str, int], ...] = ()
+
+
+class EndRound(Message, frozen=True, kw_only=True):
+    """End all workers of the node and all processes that they have started: SIGTERM, then SIGKILL after `grace_s`
+    seconds. Other workers will be started in their place."""
+
+    grace_s: float
 
 
 class ToWorkers(Message, frozen=True, kw_only=True):
@@ -789,7 +806,9 @@ class Release(Message, frozen=True, kw_only=True):
     grace_s: float
 
 
-AgentOrder = Lead | Alive | Replicate | Roster | Spawn | ToWorkers | HangUp | Signal | KillNode | Release | Published
+AgentOrder = (
+    Lead | Alive | Replicate | Roster | Spawn | EndRound | ToWorkers | HangUp | Signal | KillNode | Release | Published
+)
 
 
 # --- agent <-> agent --------------------------------------------------------------------------------------------

@@ -159,7 +159,11 @@ def _member(entry: journal.AnyEntry) -> str | None:
             return f"node {entry.node}: lost, {entry.reason}"
         case journal.WorkersOrdered():
             nodes = ", ".join(dict.fromkeys(node for _, node, _ in entry.workers))
-            return f"{_numbers(tuple(rank for rank, _, _ in entry.workers), 'rank')}: to be started on {nodes}"
+            restart = f"restart {entry.round}: " if entry.round else ""
+            ranks = _numbers(tuple(rank for rank, _, _ in entry.workers), "rank")
+            return f"{restart}{ranks}: to be started on {nodes}"
+        case journal.RestartDecided():
+            return f"restart {entry.round}: decided, {entry.reason}"
         case journal.WorkerStarted():
             return f"rank {entry.rank}: started on {entry.node} device {entry.device}, pid {entry.pid}"
         case journal.WorkerEnded():

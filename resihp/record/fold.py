@@ -41,6 +41,7 @@ from resihp.record.journal import (
     ProbesTaken,
     ReplacementAsked,
     ReplacementChanged,
+    RestartDecided,
     SlurmSaw,
     Suspected,
     WorkerEnded,
@@ -61,6 +62,7 @@ from resihp.record.state import (
     Replacement,
     Slow,
     Verdict,
+    is_unfit_after,
     occasions_of,
 )
 
@@ -80,6 +82,8 @@ def apply(record: JobRecord, entry: AnyEntry) -> None:
             record.leader = record.incumbent = entry.leader
         case LeaderChosen():
             record.leader = entry.node
+        case RestartDecided():
+            record.decide_restart(entry)
         case NodeJoined() | NodeLost() | WorkersOrdered() | WorkerStarted() | WorkerEnded() | JoinRefused():
             _places(record, entry)
         case ModelDeclared() | PlanDecided() | PlanRefused() | PlanWithdrawn() | PlanInEffect() | ChangeDecided():
@@ -90,8 +94,6 @@ def apply(record: JobRecord, entry: AnyEntry) -> None:
             _progress(record, entry)
         case FailureFound(kind="fail-slow") | FailureEnded() | ProbesTaken():
             _speeds(record, entry)
-        case CoverageChanged():
-            record.detector, record.unwatched = entry.detector, entry.unwatched
         case Suspected():
             _suspicion(record, entry)
         case FailureFound():
@@ -102,6 +104,8 @@ def apply(record: JobRecord, entry: AnyEntry) -> None:
             _maintenance(record, entry)
         case ReplacementAsked() | ReplacementChanged():
             _replacement(record, entry)
+        case CoverageChanged():
+            record.detector, record.unwatched = entry.detector, entry.unwatched
         case JobSignalled():
             record.signalled = entry
             record.verdicts.clear()  # no measure is taken against nodes that failed before the stop
@@ -135,6 +139,8 @@ def _places(
             if entry.how != "vacated":
                 record.unexplained_nodes[entry.node] = entry.reason
         case WorkersOrdered():
+            if entry.round > record.round:
+                record.begin_round(entry.round)
             for rank, node, device in entry.workers:
                 _place(record, rank, node, device)
         case WorkerStarted():
@@ -241,6 +247,8 @@ def _failure(record: JobRecord, entry: FailureFound) -> None:
         record.explained.setdefault(node, set()).update(lines)
     for rank in entry.ranks:
         record.unexplained.pop(rank, None)
+    if entry.component == "process":
+        record.count_failed_process(entry.node, entry.device)
     if entry.node is None or entry.component not in ("node", "device"):
         return
     if entry.component == "node":
@@ -346,20 +354,6 @@ def _probes(record: JobRecord, entry: ProbesTaken) -> None:
         elif not probe.fit:
             record.unfit.add(place)
             record.unfit_probes[place] = record.unfit_probes.get(place, 0) + 1
-
-
-def is_unfit_after(occasion: str, speed: float | None, *, passed: bool, was_unfit: bool) -> bool:
-    """Return whether a device gets no work after a probe. `speed`: its speed relative to its peers, None if it could
-    not be measured.
-
-    A probe on suspicion changes nothing here; its outcome, if any, is a verdict. A standby device is measured again
-    only if it was unfit.
-    """
-    if occasion == "suspicion":
-        return was_unfit
-    if passed:
-        return was_unfit and speed is None
-    return was_unfit or occasion != "standby"
 
 
 # --- nodes out, nodes in ------------------------------------------------------------------------------------------

@@ -95,13 +95,27 @@ class NodeLost(Entry, frozen=True, kw_only=True):
 
 
 class WorkersOrdered(Entry, frozen=True, kw_only=True):
-    """Processes are to be started. `workers`: (rank, node, device) of each. A rank number is assigned only once in the
-    life of a job.
+    """Processes are to be started. `workers`: (rank, node, device) of each. A rank number is assigned only once in a
+    round.
 
-    Written before the agents are told.
+    `round`: how often all processes of the script have been started again. A new round begins with rank 0, once all
+    processes of the round before it have ended. Written before the agents are told.
     """
 
     workers: tuple[tuple[int, str, int], ...]
+    round: int = 0
+
+
+class RestartDecided(Entry, frozen=True, kw_only=True):
+    """All processes of the script are to be ended, and started again in `round`. `progressed`: whether the round that
+    ends had made progress, as far as known.
+
+    Only for a script that does not declare a model. Written before any process is ended.
+    """
+
+    round: int
+    reason: str
+    progressed: bool
 
 
 class WorkerStarted(Entry, frozen=True, kw_only=True):
@@ -684,6 +698,7 @@ AnyEntry = (
     | NodeJoined
     | NodeLost
     | WorkersOrdered
+    | RestartDecided
     | WorkerStarted
     | WorkerEnded
     | PlanDecided

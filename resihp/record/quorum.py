@@ -24,12 +24,16 @@ from resihp.record.journal import (
     PlanInEffect,
     Record,
     ReplacementAsked,
+    RestartDecided,
     WorkersOrdered,
     term_of,
 )
 from resihp.record.state import JobRecord
 
-DECISIONS = (LeaderChosen, WorkersOrdered, PlanDecided, PlanInEffect, DrainDecided, ReplacementAsked, JobEnded)
+DECISIONS = (
+    *(LeaderChosen, WorkersOrdered, RestartDecided, PlanDecided, PlanInEffect, DrainDecided, ReplacementAsked),
+    JobEnded,
+)
 """Kinds of entries that count only once a quorum of agents has acknowledged them. The actions that follow from them
 wait until then."""
 

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from resihp.parallelism.plan import Plan
 from resihp.protocol.messages import Declare, Speed, StepOutcome
-from resihp.record.journal import ChangeDecided, Diagnosed, JobEnded, JobSignalled, Suspected
+from resihp.record.journal import ChangeDecided, Diagnosed, JobEnded, JobSignalled, RestartDecided, Suspected
 
 Device = tuple[str, int]
 """(node, index of the device on the node)."""
@@ -43,6 +43,20 @@ def occasions_of(entry: ChangeDecided) -> list[Occasion]:
     if entry.found:
         occasions.append("found")
     return occasions
+
+
+def is_unfit_after(occasion: str, speed: float | None, *, passed: bool, was_unfit: bool) -> bool:
+    """Return whether a device gets no work after a probe. `speed`: its speed relative to its peers, None if it could
+    not be measured.
+
+    A probe on suspicion changes nothing here; its outcome, if any, is a verdict. A standby device is measured again
+    only if it was unfit.
+    """
+    if occasion == "suspicion":
+        return was_unfit
+    if passed:
+        return was_unfit and speed is None
+    return was_unfit or occasion != "standby"
 
 
 @dataclass
@@ -190,9 +204,18 @@ class JobRecord:
     nodes: dict[str, KnownNode] = field(default_factory=dict)
     workers: dict[int, KnownWorker] = field(default_factory=dict)
     placements: list[Placement] = field(default_factory=list)
-    """Node and device of every rank that was ever ordered to start; the index is the rank."""
+    """Node and device of every rank of the round that was ever ordered to start; the index is the rank."""
     refused: dict[int, str] = field(default_factory=dict)
     """Ranks that were turned away or could not be started, with the reason."""
+    round: int = 0
+    """How often all processes of the script have been started again."""
+    restart: RestartDecided | None = None
+    """The decision to start the script again, until its processes are ordered to start; None if there is none."""
+    fruitless: int = 0
+    """Number of restarts in a row that followed a round without progress."""
+    last_restart_reason: str = ""
+    failed_on: dict[Device, int] = field(default_factory=dict)
+    """Number of failures of single processes on each device."""
     enrolled: set[int] = field(default_factory=set)
     """Ranks that were part of any plan. Their declarations match the job's."""
     dead_devices: set[Device] = field(default_factory=set)
@@ -293,6 +316,23 @@ class JobRecord:
     voters: frozenset[str] = frozenset()
     """Nodes with agents that choose a leader: `voters_of` the plan in effect. Before the first plan takes effect, the
     first nodes that joined."""
+
+    def count_failed_process(self, node: str | None, device: int | None) -> None:
+        """Count a failure of a single process, if it is attributed to a device."""
+        if node is not None and device is not None:
+            self.failed_on[node, device] = self.failed_on.get((node, device), 0) + 1
+
+    def decide_restart(self, decision: RestartDecided) -> None:
+        """Apply the decision to start the script again."""
+        self.restart, self.last_restart_reason = decision, decision.reason
+        self.fruitless = 0 if decision.progressed else self.fruitless + 1
+
+    def begin_round(self, number: int) -> None:
+        """Forget the processes of the round that has ended, because the ranks of the new round begin at 0."""
+        self.round, self.restart = number, None
+        self.placements, self.workers, self.refused, self.unexplained = [], {}, {}, {}
+        for subject in [subject for subject in self.suspects_silent if isinstance(subject, int)]:
+            del self.suspects_silent[subject]
 
     @property
     def needs_voters(self) -> bool:

@@ -98,6 +98,15 @@ class Deliver(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     signal: int
 
 
+class KillOrphans(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Request to kill all processes that ended workers have left behind. Only while there is no worker; answered with
+    `Alone`."""
+
+
+class Alone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer to `KillOrphans`: the fork server has no child left, unless a child cannot be killed."""
+
+
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     seconds: float
 
@@ -126,8 +135,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     status: int
 
 
-Request = Fork | Deliver
-Report = Ready | Unable | Forked | NotForked | Ended
+Request = Fork | Deliver | KillOrphans
+Report = Ready | Unable | Forked | NotForked | Ended | Alone
 
 
 class ForkServer:
@@ -158,10 +167,16 @@ class ForkServer:
                     request: Request = self._channel.recv(Request)
                 except (EOFError, OSError):
                     return
-                if isinstance(request, Fork):
-                    self._fork(request)
-                elif request.pid in self._ranks:
-                    os.kill(request.pid, request.signal)
+                match request:
+                    case Fork():
+                        self._fork(request)
+                    case Deliver() if request.pid in self._ranks:
+                        os.kill(request.pid, request.signal)
+                    case KillOrphans() if not self._ranks:
+                        kill_children(REAP_S)
+                        self._channel.send(Alone())
+                    case _:
+                        pass
 
     def _reap(self) -> None:
         """Report workers that have ended. Orphans of workers become children of this process and are reaped without a

@@ -48,20 +48,23 @@ class KernelClues:
             return self._clues
 
 
-def last_words(log: Path, kernel: KernelClues | None = None, ended_at: float | None = None) -> tuple[Clue, ...]:
+def last_words(
+    log: Path, kernel: KernelClues | None = None, ended_at: float | None = None, begin: int = 0
+) -> tuple[Clue, ...]:
     """Return clues from a log's tail and from recent kernel messages. May block on a file system, so do not call it in
     an event loop.
 
-    `ended_at`: time at which the process was seen to have ended (`time.monotonic`); None for now.
+    `ended_at`: time at which the process was seen to have ended (`time.monotonic`); None for now. `begin`: position in
+    the log at which the output of the process begins, in bytes.
     """
     kernel_clues = (kernel or KernelClues()).since(time.monotonic() if ended_at is None else ended_at)
-    return (*_of_log(log), *kernel_clues)
+    return (*_of_log(log, begin), *kernel_clues)
 
 
-def _of_log(log: Path) -> tuple[Clue, ...]:
+def _of_log(log: Path, begin: int) -> tuple[Clue, ...]:
     """Return clues from a log's tail. If the process wrote nothing for a while before its end, its log lines count as
     long past."""
-    clues = read_log(_tail(log), _clock(), kernel_lines=False)
+    clues = read_log(_tail(log, begin), _clock(), kernel_lines=False)
     with suppress(OSError):
         if time.time() - log.stat().st_mtime > SILENT_BEFORE_END_S:
             return tuple(
@@ -70,7 +73,7 @@ def _of_log(log: Path) -> tuple[Clue, ...]:
     return clues
 
 
-async def last_words_within(limit_s: float, log: Path, kernel: KernelClues) -> tuple[Clue, ...]:
+async def last_words_within(limit_s: float, log: Path, kernel: KernelClues, begin: int = 0) -> tuple[Clue, ...]:
     """Return the clues of `last_words` without blocking the event loop; none if reading takes longer than `limit_s`.
     The reading thread is then abandoned; it is a daemon, so that a hung file system cannot keep this process from
     exiting."""
@@ -85,7 +88,7 @@ async def last_words_within(limit_s: float, log: Path, kernel: KernelClues) -> t
     def read() -> None:
         clues: tuple[Clue, ...] = ()
         try:
-            clues = last_words(log, kernel, ended_at)
+            clues = last_words(log, kernel, ended_at, begin)
         finally:
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(deliver, clues)
@@ -103,11 +106,11 @@ def _clock() -> Clock:
     return Clock(near=now, booted=booted, utc_offset_s=time.localtime().tm_gmtoff)
 
 
-def _tail(log: Path) -> str:
+def _tail(log: Path, begin: int) -> str:
     try:
         with log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - LOG_BYTES))
+            file.seek(max(begin, size - LOG_BYTES))
             return file.read(LOG_BYTES).decode(errors="replace")
     except OSError:
         return ""

@@ -90,6 +90,8 @@ class Agent:
         self._workers.processors = inventory.processors(self._machine, os.sched_getaffinity(0))
         self._needed = asyncio.Event()
         """Set once there are workers to start."""
+        self._round_end: asyncio.Task[None] | None = None
+        """The end of all workers that are to be started again."""
         self._release: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         """Resolved when the agent is to exit, with the seconds of grace for its workers. A negative value: send workers
         SIGTERM first."""
@@ -179,6 +181,8 @@ class Agent:
             case m.Spawn():
                 self._needed.set()
                 self._workers.spawn(order)
+            case m.EndRound():
+                self._end_round(order.grace_s)
             case m.ToWorkers():
                 self._workers.order(order)
             case m.Published():
@@ -198,6 +202,12 @@ class Agent:
                 self.dismiss(order.grace_s)
             case _:
                 pass
+
+    def _end_round(self, grace_s: float) -> None:
+        """End all workers, then tell the supervisor. A repeated order, of a new supervisor, is answered with the
+        first."""
+        if self._round_end is None or self._round_end.done():
+            self._round_end = asyncio.create_task(self._workers.end_round(grace_s))
 
     def dismiss(self, grace_s: float) -> None:
         if not self._release.done():

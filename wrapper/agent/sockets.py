@@ -20,7 +20,18 @@ from resihp.process import OPEN_FILES
 from resihp.protocol.channels import MAX_UNSENT_BYTES, LocalChannel
 from resihp.protocol.framing import LocalCodec, LocalFrames, local_frame
 from resihp.worker import forkserver
-from resihp.worker.forkserver import ONE_THREAD, Deliver, Ended, Fork, Forked, NotForked, Ready, Unable
+from resihp.worker.forkserver import (
+    ONE_THREAD,
+    Alone,
+    Deliver,
+    Ended,
+    Fork,
+    Forked,
+    KillOrphans,
+    NotForked,
+    Ready,
+    Unable,
+)
 from resihp.wrapper.config import container
 from resihp.wrapper.config.run_spec import Container, Program
 from resihp.wrapper.launch.launcher import own_environment
@@ -136,6 +147,8 @@ class ForkServerLink:
         self._name_options = ("--job", job, "--at", node)
         self._leaving = False
         self._has_ended = asyncio.Event()
+        self._alone = asyncio.Event()
+        """Set once the fork server has answered that no orphan is left."""
 
     async def start(self) -> None:
         """Start the fork server, unless it is shared. Raises OSError if the interpreter does not exist."""
@@ -178,6 +191,27 @@ class ForkServerLink:
                 self._send(request, [worker_end.fileno()])
         else:
             self._waiting.append((request, worker_end))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the fork server has finished its imports, so that requests do not wait."""
+        return self._ready
+
+    def forget_waiting(self) -> None:
+        """Drop the requests that wait for the fork server's imports."""
+        for _, worker_end in self._waiting:
+            worker_end.close()
+        self._waiting.clear()
+
+    async def kill_orphans(self, timeout_s: float) -> None:
+        """Kill all processes that ended workers have left behind. Returns after `timeout_s` at the latest."""
+        if self._channel is None or not self._ready:
+            return
+        self._alone.clear()
+        self._send(KillOrphans())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._alone.wait()
 
     def deliver(self, pid: int, number: int) -> None:
         self._send(Deliver(pid=pid, signal=number))
@@ -234,5 +268,7 @@ class ForkServerLink:
                         self.fork(request, worker_end)
                 case Unable():
                     self._reason = report.reason
+                case Alone():
+                    self._alone.set()
                 case _:
                     self._report(report)

@@ -2,8 +2,8 @@
 
 A script that does not use resihp finds its rank and its peers in these variables, as `init_process_group("nccl")` does.
 Rank 0 listens at the address in MASTER_ADDR and MASTER_PORT and runs the torch store there; its agent keeps the port
-free for it (`resihp.wrapper.launch.ports.KeptPort`). The agent runs no torch store, and workers are not restarted on
-the same node, so TORCHELASTIC_USE_AGENT_STORE is False and TORCHELASTIC_MAX_RESTARTS is 0. Pure; called by
+free for it (`resihp.wrapper.launch.ports.KeptPort`). The agent runs no torch store, so TORCHELASTIC_USE_AGENT_STORE is
+False: all processes of a script are started again together, at another port. Pure; called by
 `resihp.wrapper.agent.workers`.
 """
 
@@ -38,10 +38,38 @@ def environment_of(
         environment["PYTHONPATH"] = request.python_path
     if "GLOO_SOCKET_IFNAME" not in added:
         environment = {**network, **environment}
-    return environment | {**added, **as_torchrun(start, request.job, request.settings.gpus_per_node)}
+    return environment | {**added, **as_torchrun(start, request), **of_layout(start, request)}
 
 
-def as_torchrun(start: Start, job: str, devices: int) -> dict[str, str]:
+def arguments_of(start: Start, request: RunRequest) -> tuple[str, ...]:
+    """Return the arguments of a worker: those of the command, with the present value in place of `{tp}`, `{pp}`, `{dp}`
+    and `{nodes}`. The values may change when the script is started again with fewer nodes."""
+    values = {f"{{{name}}}": value for name, value in _layout(start, request).items()}
+    return tuple(_filled(argument, values) for argument in request.program.argv)
+
+
+def _filled(argument: str, values: Mapping[str, str]) -> str:
+    for placeholder, value in values.items():
+        argument = argument.replace(placeholder, value)
+    return argument
+
+
+def of_layout(start: Start, request: RunRequest) -> dict[str, str]:
+    """Return the layout as variables, for a script that creates its own process groups: `RESIHP_TP`, `RESIHP_PP`,
+    `RESIHP_DP`, `RESIHP_NODES`."""
+    return {f"RESIHP_{name.upper()}": value for name, value in _layout(start, request).items()}
+
+
+def _layout(start: Start, request: RunRequest) -> dict[str, str]:
+    """Return the degrees of parallelism: the configured ones, and the data-parallel degree of the ranks that are
+    there."""
+    settings = request.settings
+    replicas = max(1, start.world_size // (settings.tp * settings.pp))
+    nodes = max(1, len(dict.fromkeys(start.nodes)))
+    return {"tp": str(settings.tp), "pp": str(settings.pp), "dp": str(replicas), "nodes": str(nodes)}
+
+
+def as_torchrun(start: Start, request: RunRequest) -> dict[str, str]:
     """Return the variables of torch's elastic agent (`torch/distributed/elastic/agent/server/local_elastic_agent.py`),
     except for MASTER_ADDR and MASTER_PORT. A group is a node; all workers have one role."""
     nodes = list(dict.fromkeys(start.nodes))
@@ -49,14 +77,14 @@ def as_torchrun(start: Start, job: str, devices: int) -> dict[str, str]:
         "RANK": str(start.rank),
         "LOCAL_RANK": str(start.device),
         "WORLD_SIZE": str(start.world_size),
-        "LOCAL_WORLD_SIZE": str(devices),
+        "LOCAL_WORLD_SIZE": str(request.settings.gpus_per_node),
         "GROUP_RANK": str(nodes.index(start.node) if start.node in nodes else 0),
         "GROUP_WORLD_SIZE": str(max(1, len(nodes))),
         "ROLE_RANK": str(start.rank),
         "ROLE_WORLD_SIZE": str(start.world_size),
         "ROLE_NAME": DEFAULT_ROLE,
-        "TORCHELASTIC_RUN_ID": job,
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": request.job,
+        "TORCHELASTIC_RESTART_COUNT": str(start.round),
+        "TORCHELASTIC_MAX_RESTARTS": str(request.settings.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }

@@ -2,17 +2,20 @@
 
 A supervisor that takes over receives an inventory from every agent (`messages.Inventory`). For each worker, it includes
 the last report of each kind, unless a later order or report made it obsolete, and the steps that may not be committed
-yet. Pure; owned by `resihp.wrapper.agent.workers`.
+yet. Owned by `resihp.wrapper.agent.workers`.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 
 from resihp.protocol import messages as m
 from resihp.protocol.forwarding import Label, report_of
+from resihp.wrapper.agent.sockets import WorkerPipe
 
 MAX_STEPS = 4096
 """Limit on the steps that are kept for one worker while no commit is reported; enough for a minute of very short
@@ -94,3 +97,25 @@ class WorkerRecord:
 
     def _drop(self, kind: type[m.Message], overtaken: Callable[[Label], bool] = lambda report: True) -> None:
         self._reports = [entry for entry in self._reports if entry[0].type != kind.__name__ or not overtaken(entry[0])]
+
+
+@dataclass
+class Worker:
+    """One worker of this node, from the order to start it until its exit."""
+
+    start: m.Start
+    pipe: WorkerPipe
+    pid: int = 0
+    progress: m.Progress | None = None
+    beat_at: float = 0.0
+    log_begin: int = 0
+    """Size of the log when the worker was started; what is before is of an earlier round."""
+    record: WorkerRecord = field(default_factory=WorkerRecord)
+
+
+def size_of(log: Path) -> int:
+    """Return the size of a log in bytes; 0 if there is none."""
+    try:
+        return log.stat().st_size
+    except OSError:
+        return 0

@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -29,13 +28,17 @@ from resihp.wrapper.agent.exit_clues import KernelClues, last_words_within
 from resihp.wrapper.agent.idleness import Idleness
 from resihp.wrapper.agent.rendezvous import Relay
 from resihp.wrapper.agent.sockets import ForkServerLink, WorkerPipe
-from resihp.wrapper.agent.worker_environment import environment_of
-from resihp.wrapper.agent.worker_history import MAX_STEPS, REPORTED_STEPS, WorkerRecord
+from resihp.wrapper.agent.worker_environment import arguments_of, environment_of
+from resihp.wrapper.agent.worker_history import MAX_STEPS, REPORTED_STEPS, Worker, size_of
 from resihp.wrapper.config import container
 from resihp.wrapper.config.run_spec import RunRequest
 from resihp.wrapper.launch.ports import KeptPort
 
 REAP_S = 2.0
+KILL_TIMEOUT_S = 10.0
+"""How long killed workers may take to end before others are started in their place: a driver may have to free gigabytes
+of memory."""
+POLL_S = 0.01
 CLUES_TIMEOUT_S = 0.2
 """Time limit of the search for clues to a worker's exit."""
 
@@ -43,18 +46,6 @@ MEETING_MESSAGES = (m.Attend.__name__, m.Publish.__name__)
 
 _progress = msgspec.msgpack.Decoder(m.Progress)
 _meetings: msgspec.msgpack.Decoder[m.MeetingMessage] = msgspec.msgpack.Decoder(m.MeetingMessage)
-
-
-@dataclass
-class Worker:
-    """One worker of this node, from the order to start it until its exit."""
-
-    start: m.Start
-    pipe: WorkerPipe
-    pid: int = 0
-    progress: m.Progress | None = None
-    beat_at: float = 0.0
-    record: WorkerRecord = field(default_factory=WorkerRecord)
 
 
 class Workers:
@@ -237,8 +228,9 @@ class Workers:
         ours, theirs = socket.socketpair()
         rank = start.rank
         self._is_first = self._is_first or rank == 0
+        log = self._logs / f"{self._node}.rank{rank}.log"
         pipe = WorkerPipe(ours, lambda body: self._receive(rank, body))
-        self._workers[rank] = Worker(start, pipe, beat_at=time.monotonic())
+        self._workers[rank] = Worker(start, pipe, beat_at=time.monotonic(), log_begin=size_of(log))
         self._idle.clear()
         pipe.send(encode(start))
         self._forks.fork(
@@ -246,10 +238,10 @@ class Workers:
                 rank=rank,
                 job=self._request.job,
                 kind=self._request.program.kind,
-                argv=self._request.program.argv,
+                argv=arguments_of(start, self._request),
                 cwd=self._request.cwd,
                 environment=environment_of(start, self._request, self._inherited(), environment, self.network),
-                log=str(self._logs / f"{self._node}.rank{rank}.log"),
+                log=str(log),
                 processors=self.processors.get(start.device, ()),
             ),
             theirs,
@@ -284,11 +276,12 @@ class Workers:
             case NotForked() if report.rank in self._workers:
                 self._forget(report.rank)
                 self._send(m.SpawnFailed(reason=report.reason, rank=report.rank))
-            case Ended() if report.rank in self._workers:
+            case Ended() if report.rank in self._workers and self._workers[report.rank].pid in (0, report.pid):
                 self._ended(report.rank, report.pid, report.status)
 
     def _ended(self, rank: int, pid: int, status: int) -> None:
         print(f"rank {rank}: process {pid} {ending(status)}", flush=True)
+        log_begin = self._workers[rank].log_begin
         self._workers[rank].pipe.drain()
         self._idleness.forget(pid)
         self._forget(rank)
@@ -298,14 +291,14 @@ class Workers:
         if status == 0:
             self._send(m.Exited(rank=rank, pid=pid, status=status))
             return
-        report = asyncio.get_running_loop().create_task(self._report_exit(rank, pid, status))
+        report = asyncio.get_running_loop().create_task(self._report_exit(rank, pid, status, log_begin))
         self._exit_reports.add(report)
         report.add_done_callback(self._exit_reports.discard)
 
-    async def _report_exit(self, rank: int, pid: int, status: int) -> None:
+    async def _report_exit(self, rank: int, pid: int, status: int, log_begin: int) -> None:
         """Report an exit with clues to its cause. A hung file system delays the report by at most `CLUES_TIMEOUT_S`."""
         log = self._logs / f"{self._node}.rank{rank}.log"
-        clues = await last_words_within(CLUES_TIMEOUT_S, log, self._kernel)
+        clues = await last_words_within(CLUES_TIMEOUT_S, log, self._kernel, log_begin)
         self._send(m.Exited(rank=rank, pid=pid, status=status, clues=clues))
 
     def _forget(self, rank: int) -> None:
@@ -328,6 +321,35 @@ class Workers:
         self._on_unusable()
 
     # --- the end ----------------------------------------------------------------------------------------------
+
+    async def end_round(self, grace_s: float) -> None:
+        """End all workers and all processes that they have started, then report this, so that others are started in
+        their place. Workers get SIGTERM first, and SIGKILL after `grace_s` seconds."""
+        self._forks.forget_waiting()
+        if self._forks.is_ready:
+            await self._until_forked(REAP_S)
+        for rank in [rank for rank, worker in self._workers.items() if not worker.pid]:
+            self._forget(rank)
+        self._signal_all(signal.SIGTERM)
+        await self._until_idle(grace_s)
+        if not self._idle.is_set():
+            self._signal_all(signal.SIGKILL)
+            await self._until_idle(KILL_TIMEOUT_S)
+        if self._exit_reports:
+            await asyncio.wait(self._exit_reports, timeout=REAP_S)
+        if self._idle.is_set():
+            await self._forks.kill_orphans(2 * REAP_S)
+            self._place.close()
+            self._place = KeptPort()
+            self._is_first = False
+            self._exits.clear()  # another process will have the rank, maybe on another node
+            self._send(m.RoundEnded(meeting_port=self._place.port))
+
+    async def _until_forked(self, timeout_s: float) -> None:
+        """Wait for the fork server's answers to the requests that it has received."""
+        until = time.monotonic() + timeout_s
+        while not all(worker.pid for worker in self._workers.values()) and time.monotonic() < until:
+            await asyncio.sleep(POLL_S)
 
     async def end(self, grace_s: float, spare: int | None = None) -> None:
         """Wait for the workers for up to `grace_s` seconds, then kill the remaining workers and all processes that they

@@ -207,7 +207,7 @@ def make_request(checked: Checked, options: Options) -> RunRequest:
         host=of_slurm.address if of_slurm else "127.0.0.1",
         ports=values.ports_of(configuration.slurm.ports) if of_slurm else None,
         interface=configuration.network.interface if of_slurm else "",
-        succession=_succession(configuration, given is not None and len(shape.nodes) > 1),
+        succession=_or_default(configuration.adapt.succession, given is not None and len(shape.nodes) > 1),
         slurm=of_slurm.request if of_slurm else None,
         container=container.with_folders(checked.inside, mounted),
         listening=checked.listening,
@@ -392,9 +392,8 @@ def _detection(section: DetectSection) -> Detection:
     )
 
 
-def _succession(configuration: Configuration, default: bool) -> bool:
-    configured = configuration.adapt.succession
-    return default if configured is None else configured
+def _or_default(chosen: bool | None, default: bool) -> bool:
+    return default if chosen is None else chosen
 
 
 def _absolute_entries(python_path: str) -> str:

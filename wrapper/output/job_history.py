@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from resihp.errors import LedgerError
 from resihp.record import journal
-from resihp.record.fold import is_unfit_after
 from resihp.record.recovery import Moments, RecoveryTimes, first_of, recovery
+from resihp.record.state import is_unfit_after
 
 if TYPE_CHECKING:
     from resihp.db.reading.reader import Reader

@@ -75,6 +75,9 @@ MAX_DISK_STALL_S = 5.0
 """With succession: how long journal writes may fail or stall before this supervisor steps back for a successor."""
 DISK_GIVE_UP_S = 600.0
 """Without succession: how long journal writes may fail or stall before the job is ended."""
+ROUND_GRACE_S = 3.0
+"""How long the processes of a script that is started again have after SIGTERM, before they are killed. Most have lost a
+peer and can save nothing."""
 CLOSE_S = 5.0
 
 _log = logging.getLogger("supervisor")
@@ -287,6 +290,8 @@ class Supervisor:
             case api.StartWorkers():
                 place = self._links.meeting_place(next(iter(action.nodes), ""))
                 self._links.spawn(action.node, self._starts.spawn(action, place))
+            case api.EndProcesses():
+                self._links.post(action.node, m.EndRound(grace_s=ROUND_GRACE_S))
             case api.Order():
                 self._links.order(action.ranks, action.order)
             case api.SignalWorker():

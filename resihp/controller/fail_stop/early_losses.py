@@ -6,10 +6,9 @@ to the script, an error of one rank to its device, an error of all ranks of one 
 Failures are journaled just before the first plan, once it is known which ranks share them, or when the job ends without
 a plan. Until then the journal holds only the events, so that another supervisor reaches the same conclusion.
 
-A program that never declares a model needs all its processes. Until the start budget is spent, such a program looks the
-same as one that declares late, and a program that declares starts without its lost ranks. So only a program that is
-known not to declare ends with its first loss: a command (`Settings.declares`), or a script with ranks that have set up
-communication on their own (`have_met`).
+A program that never declares a model needs all its processes: after a loss it is started again (`rounds`), or ends.
+Until the start budget is spent, it looks the same as one that declares late. Known not to declare are a command
+(`Settings.declares`), and a script with ranks that have set up communication on their own (`have_met`).
 
 If ranks end one after the other, the cause is the first rank with an end that no other rank caused, because a lost peer
 ends all ranks. `review` is called by the controller at the end of each event, `judge` by the `watchdog`.
@@ -23,15 +22,13 @@ import signal as signals
 from resihp.controller import interface as api
 from resihp.controller import iterations, startup
 from resihp.controller.fail_stop import endings, failures, incidents, own_causes
+from resihp.controller.rounds import restarts, tried_again
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member
 from resihp.protocol import client
 from resihp.protocol import messages as m
-from resihp.words import count_of, natural
+from resihp.words import alike, count_of, natural
 
-GRACE_S = 3.0
-"""Seconds that the controller waits, after an exception of one rank, for the same exception on other ranks and for the
-end of the process."""
 OWN_STATUSES = (m.ABORT_STATUS, client.AGENT_GONE_STATUS)
 """Exit statuses with which resihp itself ends a worker. They say nothing about the script."""
 FIRST_SIGNAL_STATUS = 129
@@ -57,8 +54,8 @@ def have_met(job: Job) -> None:
         job.start.met = True
         job.say(
             "notice",
-            "its script makes process groups of its own: it is launched and watched, and ends with its first rank that "
-            "fails",
+            "its script makes process groups of its own: it is launched and watched; if a rank fails, all ranks are "
+            "started again",
         )
 
 
@@ -67,7 +64,7 @@ def judge(job: Job) -> None:
     the outcome of the silent rank."""
     if job.record.suspects_silent and (failed := _all_failed(job)) and failed == _followers(job):
         return
-    if job.start.early_at is not None and job.now - job.start.early_at > GRACE_S:
+    if job.start.early_at is not None and job.now - job.start.early_at > tried_again.GRACE_S:
         if _ends_for_the_script(job) or _ends_for_lack_of_devices(job):
             return
         _kill_failed(job)
@@ -100,9 +97,16 @@ def _nobody_declared(job: Job) -> None:
 def _end_if_incomplete(job: Job) -> None:
     """End a program that needs all its processes, if one has failed and the others have had time to fail in the same
     way, or if a node is missing."""
-    if _failed(job) and job.live and job.start.early_at is not None and job.now - job.start.early_at <= GRACE_S:
+    early_at = job.start.early_at
+    if (
+        _failed(job)
+        and job.live
+        and early_at is not None
+        and job.now - early_at <= tried_again.grace_s(job, _failed(job))
+    ):
         return
-    _ends_for_a_loss(job)
+    if not _ends_for_the_script(job):
+        _ends_for_a_loss(job)
 
 
 def _ends_for_a_loss(job: Job) -> bool:
@@ -185,13 +189,16 @@ def _ends_for_same_error(job: Job, nodes: set[str]) -> bool:
     followers = _followers(job)
     for rank, member in sorted(job.members.items()):
         if member.raised is not None and rank not in followers:
-            by_error.setdefault(failures.alike(member.raised.error), []).append(rank)
+            by_error.setdefault(alike(member.raised.error), []).append(rank)
     worst = max(by_error.values(), key=len, default=[])
     if not _is_common(job, worst, nodes) or own_causes.lost_a_peer(job, worst[0]):
         return False
+    raised = job.members[min(worst)].raised
+    assert raised is not None
+    reason = f"{count_of(len(worst), 'rank')} raised the same: {raised.error}"
+    if tried_again.begin(job, worst, reason):
+        return True
     if own_causes.may_pass(job, worst[0]):
-        raised = job.members[min(worst)].raised
-        assert raised is not None
         endings.outside_failed(job, worst, f"raised the same: {raised.error}")
     else:
         endings.program_is_broken(job, worst)
@@ -215,6 +222,8 @@ def _ends_for_same_status(job: Job, nodes: set[str]) -> bool:
     status, worst = max(by_status.items(), key=lambda item: len(item[1]), default=(0, []))
     if not _is_common(job, worst, nodes):
         return False
+    if tried_again.begin(job, worst, f"{count_of(len(worst), 'rank')} exited with status {status}"):
+        return True
     if all(own_causes.may_pass(job, rank) for rank in worst):
         cause = own_causes.reported_cause(job, job.members[worst[0]])
         endings.outside_failed(job, worst, f"failed alike; {cause}")
@@ -283,7 +292,7 @@ def _node(job: Job, rank: int) -> str:
 def _ends_for_lack_of_devices(job: Job) -> bool:
     """End the job if it has lost too many devices to start; return whether the job was ended. Losses of whole nodes are
     handled when they happen."""
-    if startup.devices_left(job) >= job.settings.devices_least:
+    if job.record.round or startup.devices_left(job) >= job.settings.devices_least:
         return False
     failed = _failed(job)
     if failed:
@@ -297,7 +306,8 @@ def _lacks_nodes(job: Job) -> bool:
     """Return whether nodes are missing and no spare nodes took their places, or nodes with started processes are
     lost."""
     placements = job.record.placements
-    return len(placements) < job.settings.devices_asked or any(not job.nodes[p.node].alive for p in placements)
+    needed = len(placements) if job.record.round else job.settings.devices_asked
+    return len(placements) < needed or any(not job.nodes[p.node].alive for p in placements)
 
 
 def _failed(job: Job) -> list[int]:
@@ -344,15 +354,16 @@ def _end_for(job: Job, failed: list[int]) -> None:
         )
     plain = not job.has_declared
     failures.explain_early(job)
-    if plain:
-        job.say("notice", endings.NOT_RESTARTED)
-    endings.end(job, 1, f"{where}: {text}")
+    reason = f"{where}: {text}"
+    if plain and restarts.begin(job, reason):
+        return
+    endings.end(job, 93 if plain and restarts.is_stuck(job, reason) else 1, reason)
 
 
 def _raised_the_same(job: Job, rank: int, among: list[int]) -> list[int]:
     """Return the other ranks in `among` that raised the same exception as `rank`, apart from numbers in its text."""
     texts = {
-        other: failures.alike(member.raised.error)
+        other: alike(member.raised.error)
         for other in {rank, *among}
         if (member := job.members.get(other)) is not None and member.raised is not None
     }
@@ -375,6 +386,6 @@ def _in_order(job: Job, ranks: set[int]) -> list[int]:
 def _too_few(job: Job, outcome: str) -> None:
     lost_nodes = sorted((name for name, node in job.nodes.items() if not node.alive), key=natural) or ["processes were"]
     failures.explain_early(job)
-    if job.needs_all and not endings.runs_again(job):
-        job.say("notice", endings.NOT_RESTARTED)
-    endings.too_few(job, f"{', '.join(lost_nodes)} {outcome}")
+    reason = f"{', '.join(lost_nodes)} {outcome}"
+    if not (job.needs_all and restarts.begin(job, reason)):
+        endings.too_few(job, reason)

@@ -19,10 +19,6 @@ from resihp.words import count_of
 
 CLOSING_S = 15.0
 """Longest time for the decisions about the failed nodes of a job that ends."""
-NOT_RESTARTED = (
-    "nothing was restarted: a script that does not train with resihp.Trainer ends with its first rank that fails; "
-    'submit it again, or make it survive failures: docs/interface.md, "Scripts that do not use resihp"'
-)
 
 
 def traceback_of(job: Job, rank: int) -> str:

@@ -15,6 +15,7 @@ from resihp.controller import interface as api
 from resihp.controller import iterations, startup, transition
 from resihp.controller.fail_stop import endings, incidents, own_causes, silence
 from resihp.controller.nodes import joins
+from resihp.controller.rounds import restarts
 from resihp.controller.state.incidents import Incident
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member
@@ -23,8 +24,8 @@ from resihp.protocol import messages as m
 from resihp.record.describe import rank_list
 from resihp.record.journal import NodeLost
 from resihp.record.state import HowLost
+from resihp.words import alike
 
-_NUMBERS = re.compile(r"\d+")
 _GLOO_DETAILS = re.compile(r"\[\S*gloo/\S+:\d+\] | This is typically caused by a remote worker crashing\.[^\n]*")
 """Details in gloo's error messages that are left out: the place in gloo's source code, and gloo's advice."""
 MAX_REBUILDS = 5
@@ -48,6 +49,8 @@ def exited(job: Job, event: api.WorkerExited) -> None:
             job.stop_request.interrupted = text
         else:
             endings.end(job, 1, text)
+        return
+    if job.stage == "restarting":
         return
     if job.stage == "gathering":
         exited_early(job, member, event.status)
@@ -102,12 +105,6 @@ def early_node(job: Job) -> str:
     """Return the words added to the report of a node lost before the first plan; empty if the program is known never to
     declare."""
     return "" if job.needs_all else " before training began"
-
-
-def alike(text: str) -> str:
-    """Return the text with its numbers replaced, so that texts that differ only in a rank, a port or an address become
-    equal."""
-    return _NUMBERS.sub("#", text)
 
 
 def incident(job: Job, member: Member, status: int, *, alone: bool = False) -> None:
@@ -220,7 +217,10 @@ def node_lost(job: Job, name: str, reason: str, how: HowLost = "silent", *, cann
         iterations.end_when_gone(job)
         return
     victims = node_incident(job, name, reason, ranks)
-    if victims:
+    if job.stage == "restarting":
+        incidents.log_incidents(job)
+        restarts.node_ended(job, name)
+    elif victims:
         replan_after_loss(job, victims, f"node {name}: {reason}")
 
 
@@ -232,8 +232,8 @@ def node_lost_early(job: Job, name: str, reason: str, *, cannot_start: bool = Fa
         return
     text = f"node {name}: {reason}{early_node(job) if job.nodes[name].devices else ' before it joined'}"
     explain_early(job)
-    if job.needs_all and (cannot_start or not endings.runs_again(job)):
-        job.say("notice", endings.NOT_RESTARTED)
+    if job.needs_all and restarts.begin(job, text):
+        return
     if cannot_start:
         endings.end(job, 5, f"{text}; not run again, because this must be fixed first")
     else:

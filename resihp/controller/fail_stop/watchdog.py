@@ -9,6 +9,7 @@ from resihp.controller import interface as api
 from resihp.controller import iterations, transition
 from resihp.controller.fail_stop import early_losses, endings, failures, last_to_leave, liveness, silence
 from resihp.controller.nodes import joins
+from resihp.controller.rounds import restarts
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member, Node
 from resihp.controller.state.transitions import Transition
@@ -55,6 +56,11 @@ def tick(job: Job) -> None:
     if job.stage == "gathering":
         if job.stop_request is None:
             judge_start(job)
+        return
+    if job.stage == "restarting":
+        for name in restarts.overdue(job):
+            reason = f"its processes have not ended within {restarts.END_TIMEOUT_S:.0f} s"
+            failures.node_lost(job, name, reason, "useless")
         return
     if job.stage == "halting":
         judge_leaving(job)

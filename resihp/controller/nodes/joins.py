@@ -122,7 +122,7 @@ def come_late(job: Job, event: api.AgentJoined) -> None:
     """
     lost_node, release = job.record.lost[event.node], job.maintenance.releases[event.node]
     drained = any(drain.node == event.node and drain.measure == "drain" for drain in job.record.drains.values())
-    late = job.stage != "gathering" and not job.under_way
+    late = job.stage not in ("gathering", "restarting") and not job.under_way
     if lost_node.released or release.asked or drained or late:
         why = "training is done" if late else "it is being drained" if drained else "it was given back"
         job.say("notice", f"node {event.node}: joins too late: {why}")

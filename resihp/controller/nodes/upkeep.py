@@ -41,7 +41,7 @@ def review(job: Job) -> None:
     if not job.settings.slurm or job.stage == "ended":
         return
     watch_lost(job)
-    if job.stage == "gathering":
+    if job.stage == "gathering" and not job.record.round:
         return
     drains.review(job)
     if job.settings.observes:

@@ -11,6 +11,15 @@ from resihp.record.state import HowLost
 
 
 @dataclass
+class Restarting:
+    """The end of a round, before the next one. `waiting`: nodes that have not reported the end of their processes;
+    `since`: time of the order."""
+
+    waiting: set[str]
+    since: float
+
+
+@dataclass
 class Beginning:
     """The progress of a job's start, until the first plan."""
 
@@ -32,6 +41,8 @@ class Beginning:
     this number. None while no process is running, or any has failed."""
     idle_noticed: bool = False
     """Whether the user was told that the remaining processes are idle."""
+    ending: Restarting | None = None
+    """The end of this round; None until it is decided to start the script again."""
     examined: bool = False
     """Whether all devices and links have been probed."""
 

@@ -43,6 +43,7 @@ from resihp.record.journal import (
     NodeLost,
     ProbesTaken,
     ReplacementAsked,
+    WorkersOrdered,
     WorkerStarted,
 )
 from resihp.record.state import Device, JobRecord, KnownWorker, Occasion, occasions_of
@@ -140,7 +141,7 @@ class Job:
         self.checkpointed = self.record.checkpointed
         """Iteration of the newest checkpoint with all parts written; 0 if there is none."""
         self.started_at: float | None = None
-        self.start = Beginning()
+        self.start = Beginning(met=bool(self.record.round))
         self.progress_at = 0.0
         self.halted_at = 0.0
         self.now = 0.0
@@ -170,6 +171,8 @@ class Job:
                 if isinstance(entry, NodeLost):
                     self.maintenance.releases[entry.node] = GivingBack(lost_at=self.now)
                     self.maintenance.unwatched.append(entry.node)
+            case WorkersOrdered() if not self.record.workers and entry.round:
+                self.members, self.still = {}, set()
             case WorkerStarted():
                 member = self.members[entry.rank] = self._member(self.record.workers[entry.rank])
                 member.spawned_at = member.beat_at = member.progress_at = self.now

@@ -14,8 +14,8 @@ from resihp.settings import Settings
 from resihp.simulator.scenarios.scenario import MODEL
 
 DECLARE = m.Declare(model=MODEL, micro_batches=8, iterations=6, resume_from=0, fingerprint="same")
-PLAIN: dict[str, Any] = {"examine": False, "plans_ahead": False, "search_s": 0.0}
-"""Settings of a job that neither probes devices as they join nor plans ahead."""
+PLAIN: dict[str, Any] = {"examine": False, "plans_ahead": False, "search_s": 0.0, "max_restarts": 0}
+"""Settings of a job that neither probes devices as they join nor plans ahead, nor starts a plain script again."""
 
 
 def outcome(iteration: int, **changes: Any) -> m.StepOutcome:

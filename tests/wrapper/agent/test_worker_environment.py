@@ -50,6 +50,6 @@ def test_what_the_user_sets_stays_but_for_another_jobs_place_to_meet(tmp_path: P
     assert {name for name in ours if name.startswith("MASTER_")} == {"MASTER_WEIGHTS"}
 
 
-def test_a_process_that_comes_later_counts_devices_and_not_the_dead() -> None:
-    ours = as_torchrun(start(4, 1, (*NODES, "n1")), "6", 2)
+def test_a_process_that_comes_later_counts_devices_and_not_the_dead(tmp_path: Path) -> None:
+    ours = as_torchrun(start(4, 1, (*NODES, "n1")), run_request("6", tmp_path, nodes=2, gpus=2))
     assert (ours["LOCAL_RANK"], ours["LOCAL_WORLD_SIZE"], ours["GROUP_RANK"]) == ("1", "2", "0")

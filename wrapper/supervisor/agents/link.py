@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from resihp.protocol import messages as m
 from resihp.protocol.channels import SecureChannel
 from resihp.protocol.resumable import Conversation
@@ -68,6 +70,11 @@ class AgentLink:
         if self.join is None or self.peer is None or not self.join.meeting_port:
             return {}
         return {"MASTER_ADDR": self.peer.host.strip("[]"), "MASTER_PORT": str(self.join.meeting_port)}
+
+    def moved_meeting(self, port: int) -> None:
+        """Note the port at which ranks of the next round can rendezvous on this node."""
+        if self.join is not None:
+            self.join = msgspec.structs.replace(self.join, meeting_port=port)
 
     async def cut_unless_closed(self) -> None:
         """Break the connection of an agent that was released, unless the agent has closed it in time."""

@@ -115,8 +115,8 @@ class AgentLinks:
     # --- out --------------------------------------------------------------------------------------------------
 
     def spawn(self, node: str, spawn: m.Spawn) -> None:
-        for start in spawn.workers:
-            self._node_of[start.rank] = node
+        self._node_of |= {start.rank: node for start in spawn.workers}
+        self._unreadable -= {start.rank for start in spawn.workers}
         self.post(node, spawn)
 
     def order(self, ranks: Iterable[int], order: m.WorkerOrder) -> None:
@@ -302,6 +302,9 @@ class AgentLinks:
                 link.live.pop(message.rank, None)
                 self._event(api.WorkerExited(rank=message.rank, status=message.status, clues=message.clues))
                 link.conversation.acknowledge()  # an agent that is about to exit waits for it
+            case m.RoundEnded():
+                link.moved_meeting(message.meeting_port)
+                self._event(api.ProcessesEnded(node=link.node))
             case m.SpawnFailed():
                 if message.rank is not None:
                     self._check(link, message.rank)
@@ -329,11 +332,8 @@ class AgentLinks:
         """Make an agent that has accepted this supervisor's term part of the job."""
         assert link.join is not None
         link.joined = True
-        for worker in inventory.workers:
-            self._node_of[worker.rank] = link.node
-            link.live[worker.rank] = worker.pid
-        for rank, _ in inventory.ended:
-            self._node_of[rank] = link.node
+        link.live.update({worker.rank: worker.pid for worker in inventory.workers})
+        self._node_of |= dict.fromkeys((*link.live, *(rank for rank, _ in inventory.ended)), link.node)
         link.inherited_epoch = max(1, link.join.epoch)
         self._joined(link.join)
         self._event(

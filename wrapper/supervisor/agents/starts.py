@@ -40,6 +40,7 @@ class WorkerStarts:
                     resume=request.resume,
                     memory_bytes=settings.memory_bytes,
                     joins=action.joins,
+                    round=action.round,
                 )
                 for rank, device in action.workers
             ),

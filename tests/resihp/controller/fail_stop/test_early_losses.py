@@ -508,7 +508,7 @@ def test_the_rank_that_ended_the_others_is_the_one_failure(how: str, first: bool
     else:
         assert (failure.kind, failure.node, failure.device) == ("fail-stop", "n2", 0)
     assert not any("before training" in line for line in lines(job))
-    assert any(line.startswith("nothing was restarted: ") for line in lines(job))
+    assert any(line.startswith("not started again: ") for line in lines(job))
 
 
 def test_who_lost_a_peer_and_takes_its_time_to_end_does_not_make_it_the_scripts_fault() -> None:

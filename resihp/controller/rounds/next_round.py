@@ -1,0 +1,60 @@
+"""Choose the nodes on which a script is started again.
+
+A round needs whole nodes, because scripts expect the same number of processes on each. The nodes of the round before it
+stay in their order, so that most ranks return to their place; standby nodes fill gaps. A node with a dead device is
+never used. A node on which processes have failed again and again is left out if the others are enough. Pure; called by
+`restarts`.
+"""
+
+from __future__ import annotations
+
+from resihp.controller.state.job import Job
+from resihp.words import count_of, natural
+
+
+def nodes_of(job: Job) -> tuple[str, ...]:
+    """Return the nodes of the next round; empty if there are fewer than `nodes_least`."""
+    usable = _usable(job)
+    reliable = [name for name in usable if not _is_unreliable(job, name)]
+    least = nodes_least(job)
+    chosen = reliable if len(reliable) >= least else usable
+    count = min(len(chosen), job.settings.nodes)
+    while count >= max(1, least) and not _fits(job, count):
+        count -= 1
+    return tuple(chosen[:count]) if count >= max(1, least) else ()
+
+
+def nodes_least(job: Job) -> int:
+    """Return the number of nodes that a round needs at least."""
+    settings = job.settings
+    return min(settings.min_nodes, settings.nodes) or settings.nodes - settings.spares
+
+
+def shortage(job: Job) -> str:
+    """Return, in words, that too few nodes are left."""
+    usable, least = len(_usable(job)), nodes_least(job)
+    return f"the script needs {count_of(least, 'node')} ([job] min_nodes), {usable} can be used"
+
+
+def _usable(job: Job) -> list[str]:
+    """Return the live nodes without a dead device, those of the present round first."""
+    placed = list(dict.fromkeys(place.node for place in job.record.placements))
+    unplaced = sorted(job.nodes.keys() - set(placed), key=natural)
+    dead = {name for name, _ in job.dead_devices}
+    return [
+        name
+        for name in (*placed, *unplaced)
+        if job.nodes[name].alive and name not in dead and job.nodes[name].devices >= job.settings.gpus_per_node
+    ]
+
+
+def _is_unreliable(job: Job, name: str) -> bool:
+    """Return whether more processes have failed on one device of the node than a device may lose."""
+    failures = (count for (node, _), count in job.record.failed_on.items() if node == name)
+    return max(failures, default=0) > job.settings.come_backs
+
+
+def _fits(job: Job, count: int) -> bool:
+    """Return whether the devices of so many nodes make whole replicas."""
+    settings = job.settings
+    return count * settings.gpus_per_node % (settings.tp * settings.pp) == 0

@@ -1,0 +1,125 @@
+"""Start a script again inside the running job, after some of its processes have failed.
+
+The decision is journaled; then each node ends its processes, and the processes that these have started. Once all nodes
+have reported that, the next round begins: rank 0, 1, ... on the nodes that `next_round` chooses. No process of two
+rounds ever runs at the same time, so a rank number names one process. A restart is refused when the limit of the user
+is reached, when the last rounds have made no progress, or when too few nodes are left; the caller then ends the job.
+
+Called by `early_losses` and `failures` (begin), by `controller` (reports of nodes), `watchdog` (timeouts) and
+`takeover`.
+"""
+
+from __future__ import annotations
+
+from resihp.controller import interface as api
+from resihp.controller import startup
+from resihp.controller.fail_stop import endings, incidents
+from resihp.controller.rounds import next_round
+from resihp.controller.state.beginnings import Beginning, Restarting
+from resihp.controller.state.job import Job
+from resihp.record.journal import RestartDecided, WorkersOrdered
+from resihp.words import alike, count_of, natural
+
+FRUITFUL_S = 120.0
+"""Seconds that a round has to last to count as progress, if nothing else is known of the script's progress."""
+MAX_FRUITLESS = 3
+"""Number of rounds in a row without progress after which the script is not started again."""
+END_TIMEOUT_S = 30.0
+"""Seconds that a node has to end the processes of a round. Then the node is given up: a process that cannot be killed
+holds its GPU."""
+
+
+def begin(job: Job, reason: str) -> bool:
+    """End all processes of the script and start them again; return whether this was decided. If not, the user is told
+    the reason. The failure itself must have been journaled."""
+    if not job.record.placements:
+        return False
+    if why_not := obstacle(job, reason):
+        job.say("notice", f'not started again: {why_not}; see docs/interface.md, "Scripts that do not use resihp"')
+        return False
+    number = job.record.round + 1
+    job.log(RestartDecided(round=number, reason=reason, progressed=has_progressed(job, reason)))
+    job.move("restarting")
+    job.say("notice", f"restart {number}: the other processes are ended, then all are started again")
+    resume(job)
+    return True
+
+
+def obstacle(job: Job, reason: str) -> str:
+    """Return why the script is not started again because of this loss; empty if it is."""
+    settings, record = job.settings, job.record
+    if job.stop_request is not None:
+        return "the job is to stop"
+    if record.round >= settings.max_restarts:
+        times = f"it has been started again {count_of(record.round, 'time')}; " if record.round else ""
+        return f"{times}[adapt] max_restarts is {settings.max_restarts}"
+    if is_stuck(job, reason):
+        return f"the last {count_of(MAX_FRUITLESS + 1, 'run')} of the script made no progress"
+    if not next_round.nodes_of(job):
+        return next_round.shortage(job)
+    return ""
+
+
+def is_stuck(job: Job, reason: str) -> bool:
+    """Return whether too many rounds in a row, including the present one, have made no progress."""
+    return job.record.fruitless >= MAX_FRUITLESS and not has_progressed(job, reason)
+
+
+def has_progressed(job: Job, reason: str) -> bool:
+    """Return whether the round that ends for this reason counts as progress: it lasted for a while, and did not end as
+    the round before it."""
+    lasted_s = job.now - job.start.ordered_at
+    return lasted_s > FRUITFUL_S and alike(reason) != alike(job.record.last_restart_reason)
+
+
+def resume(job: Job) -> None:
+    """Order all nodes of the round to end its processes; also after a take-over, because the order may be lost."""
+    nodes = {place.node for place in job.record.placements if job.nodes[place.node].alive}
+    job.start.ending = Restarting(waiting=nodes, since=job.now)
+    for name in sorted(nodes, key=natural):
+        job.do(api.EndProcesses(node=name))
+    proceed(job)
+
+
+def node_ended(job: Job, name: str) -> None:
+    """Note that no process of the round is left on a node, because it has reported so or is lost."""
+    if job.stage == "restarting" and job.start.ending is not None:
+        for rank in [rank for rank in job.live if job.members[rank].node == name]:  # a lost supervisor had the report
+            incidents.mark_dead(job, job.members[rank], None)
+        job.start.ending.waiting.discard(name)
+        proceed(job)
+
+
+def overdue(job: Job) -> list[str]:
+    """Return the nodes that have not ended their processes in time."""
+    if job.start.ending is None or job.now - job.start.ending.since <= END_TIMEOUT_S:
+        return []
+    return sorted(job.start.ending.waiting, key=natural)
+
+
+def proceed(job: Job) -> None:
+    """Start the next round, once all nodes have ended the processes of the last one."""
+    ending = job.start.ending
+    if job.stage != "restarting" or ending is None or ending.waiting or job.stop_request is not None:
+        return
+    nodes = next_round.nodes_of(job)
+    if nodes:
+        _start(job, nodes)
+    else:
+        endings.too_few(job, next_round.shortage(job))
+
+
+def _start(job: Job, nodes: tuple[str, ...]) -> None:
+    assert job.record.restart is not None
+    number, ended_at = job.record.restart.round, job.now
+    devices = [(name, device) for name in nodes for device in range(job.settings.gpus_per_node)]
+    job.start = Beginning(met=True)
+    job.errors.clear()
+    job.signalled.clear()
+    job.starting.clear()
+    job.log(WorkersOrdered(workers=tuple((rank, *place) for rank, place in enumerate(devices)), round=number))
+    job.move("gathering")
+    job.progress_at = ended_at
+    where = f"{count_of(len(nodes), 'node')}" if len(nodes) > 8 else ", ".join(nodes)
+    job.say("notice", f"restart {number}: {count_of(len(devices), 'rank')} on {where}")
+    startup.start_workers(job)

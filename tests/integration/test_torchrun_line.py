@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 from tests.integration.jobs import RESIHP, Job
+from tests.integration.slurm_jobs import Desk, MakeCluster
 
 SCRIPT = """\
 import os, sys
@@ -39,3 +40,17 @@ def test_each_line_of_torchruns_runs_its_script(job: Job) -> None:
     assert log(job, 2, rank=1) == "1 1 2 2 __main__ -- --x\n"
     said = re.findall("resihp: (not .*?):", done.stderr)
     assert said == ["not needed", "not in a Slurm allocation"], done.stderr
+
+
+def test_in_a_batch_script_it_uses_the_nodes_of_the_allocation(cluster: MakeCluster) -> None:
+    desk = Desk(cluster(nodes=2, gpus=2))
+    (desk.folder / "train.py").write_text(SCRIPT)
+    meeting = "--rdzv-backend c10d --rdzv-endpoint $(hostname):29500"
+    line = f"resihp run --nnodes 1:2 --nproc-per-node gpu {meeting} train.py --x"
+    options = ["--nodes=2", "--gpus-per-node=2", "--exclusive", "--output=%x-%j.out", "--time=5"]
+    job = desk.sbatch(f"#!/bin/bash\n#SBATCH --no-kill\nexec {line}\n", *options)
+    assert desk.wait(job) == ("COMPLETED", "0:0"), desk.output(job)
+    assert "not needed: --rdzv-backend, --rdzv-endpoint" in desk.output(job)
+    assert "\n0 0 4 2 __main__ --x\n" in desk.output(job)
+    logs = (desk.folder / "home" / "jobs" / job / "logs").glob("*.rank*.log")
+    assert sorted(log.read_text().split()[0] for log in logs) == ["0", "1", "2", "3"]

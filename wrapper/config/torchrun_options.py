@@ -7,6 +7,7 @@ docs/coming-from.md lists them. Translates and checks only; called by `resihp.wr
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -48,8 +49,8 @@ def hyphenated(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _listed(*names: str, text: str, metavar: str | None = None) -> Any:
-    return typer.Option(*names, help=text, metavar=metavar, rich_help_panel=HELP_PANEL)
+def _listed(*names: str, text: str, metavar: str | None = None, default: str | None = None) -> Any:
+    return typer.Option(*names, help=text, metavar=metavar, show_default=default or False, rich_help_panel=HELP_PANEL)
 
 
 def _unlisted(*names: str) -> Any:
@@ -68,7 +69,7 @@ class TorchrunOptions:
         str | None, _listed("--nproc-per-node", metavar="N|gpu|auto|cpu", text="Workers per node.")
     ] = None
     max_restarts: Annotated[
-        int | None, _listed("--max-restarts", text="How often a script that fails is started again.")
+        int | None, _listed("--max-restarts", text="How often a script that fails is started again.", default="100")
     ] = None
     standalone: Annotated[bool, _listed("--standalone", text="--local --nodes 1.")] = False
     module: Annotated[bool, _listed("-m", "--module", text="Run a Python module, as python -m does.")] = False
@@ -167,12 +168,10 @@ def _devices(torchrun: TorchrunOptions, gpus_per_node: str | None, nodes: int | 
 
 def _node_range(nnodes: str) -> tuple[int | None, int]:
     """Return the smallest number of nodes, None if only one number is given, and the number to begin with."""
-    smallest, separator, largest = nnodes.rpartition(":")
-    numbers = [text for text in (smallest, largest) if text]
-    are_numbers = all(text.isascii() and text.isdigit() for text in numbers) and len(numbers) == 1 + len(separator)
-    if not are_numbers or not 0 < int(numbers[0]) <= int(numbers[-1]):
+    numbers = re.fullmatch(r"(?:([0-9]{1,9}):)?([0-9]{1,9})", nnodes)
+    if numbers is None or not 0 < int(numbers[1] or numbers[2]) <= int(numbers[2]):
         raise UsageError(f"--nnodes {nnodes}: a number of nodes, as 4, or the smallest and the largest, as 2:4")
-    return (int(smallest) if separator else None), int(largest)
+    return (int(numbers[1]) if numbers[1] else None), int(numbers[2])
 
 
 def command_of_script(torchrun: TorchrunOptions, words: Sequence[str]) -> tuple[str, ...]:

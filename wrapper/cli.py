@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -30,8 +30,12 @@ from resihp.wrapper.commands.options import command_of
 from resihp.wrapper.commands.plan import command as plan
 from resihp.wrapper.commands.report import command as report
 from resihp.wrapper.commands.status import command as status
+from resihp.wrapper.config.torchrun_options import TorchrunOptions, hyphenated
 from resihp.wrapper.exit_codes import INTERNAL_ERROR, OUTPUT_CLOSED, SERVICE_UNAVAILABLE, exit_code_of
 from resihp.wrapper.output.answers import SCHEMA, JsonOption, message, to_json
+
+if TYPE_CHECKING:
+    from resihp.wrapper.commands.run import Options
 
 SELF_REGISTERING_COMMANDS = (
     *(jobs, status, logs, stop, checkpoint),
@@ -75,7 +79,9 @@ def options_of_all(
 class RunOptions:
     """Options given on the command line; None for an option that was not given."""
 
-    command: Annotated[list[str] | None, typer.Argument(help="After --: the command of each worker.")] = None
+    command: Annotated[
+        list[str] | None, typer.Argument(help="train.py ARGS, or after --: the command of each worker.")
+    ] = None
     config: Annotated[Path | None, typer.Option(help="Job file (TOML).")] = None
     local: Annotated[bool, typer.Option("--local", help="Run on this machine, with virtual nodes n1..nN.")] = False
     nodes: Annotated[int | None, typer.Option(help="Number of nodes.", show_default="1")] = None
@@ -122,10 +128,11 @@ class RunOptions:
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON on stdout at the end.")] = False
 
 
-def run(options: RunOptions) -> None:
+def run(options: RunOptions, torchrun: TorchrunOptions) -> None:
     """Run a training script under supervision, one worker for each device.
 
     Example: resihp run --local --nodes 2 --gpus-per-node 4 --tp 2 --pp 2 -- python train.py
+    In place of torchrun: resihp run --nproc-per-node 4 train.py --lr 0.1
 
     In a Slurm allocation, nodes and devices are found automatically: leave out
     --local, --nodes and --gpus-per-node. A job that Slurm requeues resumes by
@@ -141,17 +148,33 @@ def run(options: RunOptions) -> None:
     Example: --fault kill:rank=1@iteration=3,phase=backward
     """
     from resihp.wrapper.commands import run as start
-    from resihp.wrapper.config.shape import devices_of
 
-    source_job, worker_command = "", options.command
-    if options.resume and worker_command and len(worker_command) > 1 and worker_command[1] == "--":
-        source_job, worker_command = worker_command[0], worker_command[2:]
-    start_options = start.Options(
+    start_options = _start_options(options, torchrun)
+    if options.dry_run:
+        from resihp.wrapper.commands.dry_run import show
+
+        show(start.check(start_options), as_json=options.as_json)
+        return
+    raise typer.Exit(start.run(start_options))
+
+
+def _start_options(options: RunOptions, torchrun: TorchrunOptions) -> Options:
+    from resihp.wrapper.commands.run import Options
+    from resihp.wrapper.config.torchrun_options import command_of_script, shape_of
+
+    source_job, words = "", tuple(options.command or ())
+    if options.resume and words[1:2] == ("--",):
+        source_job, words = words[0], words[2:]
+    shape = shape_of(
+        torchrun, nodes=options.nodes, gpus_per_node=options.gpus_per_node, local=options.local, notice=message
+    )
+    return Options(
         job={
-            "nodes": options.nodes,
-            "gpus_per_node": devices_of(options.gpus_per_node, options.nodes or 1, local=options.local),
+            "nodes": shape.nodes,
+            "min_nodes": shape.min_nodes,
+            "gpus_per_node": shape.devices,
             "memory_per_device": options.memory_per_device,
-            "command": tuple(worker_command) if worker_command else None,
+            "command": command_of_script(torchrun, words) or None,
         },
         layout={
             "tp": options.tp,
@@ -161,29 +184,26 @@ def run(options: RunOptions) -> None:
             "sequence_parallel": options.sequence_parallel or None,
             "tune": options.tune or None,
         },
-        adapt={"planner": options.planner},
+        adapt={"planner": options.planner, "max_restarts": torchrun.max_restarts},
         ledger={"url": options.ledger},
         checkpoint={
             "every": options.checkpoint_every,
             "folder": None if options.checkpoint_folder is None else str(options.checkpoint_folder.absolute()),
         },
         config=options.config,
-        local=options.local,
+        local=shape.local,
         faults=tuple(options.fault or ()),
         resume=source_job if options.resume else None,
         resume_or_start=options.resume_or_start,
         arguments=tuple(sys.argv[1:]),
+        words=words,
         as_json=options.as_json,
     )
-    if options.dry_run:
-        from resihp.wrapper.commands.dry_run import show
-
-        show(start.check(start_options), as_json=options.as_json)
-        return
-    raise typer.Exit(start.run(start_options))
 
 
-app.command(context_settings={"allow_interspersed_args": False})(command_of(RunOptions, run))
+app.command(context_settings={"allow_interspersed_args": False, "token_normalize_func": hyphenated})(
+    command_of(run, RunOptions, TorchrunOptions)
+)
 
 
 @app.command()

@@ -74,6 +74,8 @@ class Options:
     """Whether to resume from the newest checkpoint of the configured folder if there is one."""
     arguments: tuple[str, ...] = ()
     """The whole command line, as it was typed."""
+    words: tuple[str, ...] = ()
+    """The command in it: script and arguments, or the words after --; empty if the configuration has the command."""
     as_json: bool = False
     """Whether to print the job's outcome as JSON at the end."""
 
@@ -176,12 +178,8 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
 
 def make_request(checked: Checked, options: Options) -> RunRequest:
     """Create the job's folder, and return the request that describes the job."""
-    configuration, given, of_slurm, shape = (
-        checked.configuration,
-        checked.allocation,
-        checked.of_slurm,
-        checked.shape,
-    )
+    configuration, shape = checked.configuration, checked.shape
+    given, of_slurm = checked.allocation, checked.of_slurm
     resumption, restart_count = checked.restart.resumption, given.restart_count if given else 0
     job = create_slurm_job(given.job_id, restart_count) if given else create_local_job()
     checkpoints = resumption.folder if resumption else checked.saved or job.checkpoints.absolute()
@@ -199,7 +197,7 @@ def make_request(checked: Checked, options: Options) -> RunRequest:
         resume=resumption is not None,
         chained=options.resume_or_start and given is not None,
         begins_at=resumption.iteration if resumption else 0,
-        go_on=command_to_go_on(options.arguments, job.name, command, options.resume or ""),
+        go_on=command_to_go_on(options.arguments, job.name, options.words or command, options.resume or ""),
         run=run_of(checkpoints, resumed=resumption is not None, earlier=checked.restart.run),
         ledger_url=configuration.ledger.url,
         ledger_keep_s=configuration.ledger.keep,

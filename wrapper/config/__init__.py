@@ -4,7 +4,9 @@
 `schema`, `values`         every key, and its valid values
 `sources`                  the files, the environment and the options that set keys, and which of them wins
 `run_spec`                 the request that `resihp run` writes for supervisor and agents
-`program`, `container`     the user's command, and how a program of ours starts inside a container
+`torchrun_options`         the options of torchrun that `resihp run` takes
+`program`, `launchers`     the user's command, and commands that are launchers themselves
+`container`                how a program of ours starts inside a container
 `shape`                    the nodes of a run, and whether its layout is possible
 =========================  ====================================================================================
 

@@ -16,6 +16,7 @@ from itertools import dropwhile
 from pathlib import Path
 
 from resihp.errors import UsageError
+from resihp.wrapper.config.launchers import refuse_launcher
 from resihp.wrapper.config.run_spec import Program
 from resihp.wrapper.launch.launcher import own_environment
 
@@ -26,20 +27,25 @@ difference."""
 
 
 def resolve(command: Sequence[str], notice: Callable[[str], None], inside: str | None = None) -> Program:
-    """Return how to start a command. Raises UsageError if the command does not exist, or if its interpreter lacks
-    resihp.
+    """Return how to start a command. Raises UsageError if the command does not exist, if it is a launcher, or if its
+    interpreter lacks resihp.
 
     `inside`: interpreter in the container that runs the command, whose files cannot be checked from here; None without
     a container.
     """
     if not command:
         raise UsageError("no command to run; resihp run ... -- python train.py, or command = [...] in [job]")
+    command = with_python(command)
     first = command[0]
     any_command = Program(kind="command", argv=tuple(command), interpreter=inside or sys.executable)
     is_missing = not inside and shutil.which(first) is None
     if not _PYTHON.fullmatch(os.path.basename(first)):
+        refuse_launcher([os.path.basename(first), *command[1:]])
         if is_missing:
-            raise UsageError(f"{first}: no such command; after -- write the workers' command, as in -- python train.py")
+            raise UsageError(
+                f"{first}: no such command; write a script as train.py, or after -- the workers' command, as in "
+                "-- python train.py"
+            )
         return any_command
     rest = _without_options(command)
     if not rest:
@@ -51,10 +57,16 @@ def resolve(command: Sequence[str], notice: Callable[[str], None], inside: str |
     if rest[0] == "-m":
         if len(rest) == 1:
             raise UsageError(f"{first} -m: no module; name one")
+        refuse_launcher(rest[1:])
         return Program(kind="module", argv=tuple(rest[1:]), interpreter=inside or _interpreter(first, notice))
     if missing := missing_script(command):
         raise UsageError(missing)
     return Program(kind="script", argv=tuple(rest), interpreter=inside or _interpreter(first, notice))
+
+
+def with_python(command: Sequence[str]) -> tuple[str, ...]:
+    """Return the command with `python` before it if it begins with a Python script, as torchrun runs one."""
+    return ("python", *command) if command and command[0].endswith(".py") else tuple(command)
 
 
 def _without_options(command: Sequence[str]) -> list[str]:
@@ -74,6 +86,7 @@ def _without_options(command: Sequence[str]) -> list[str]:
 def missing_script(command: Sequence[str]) -> str:
     """Return a description of the Python script that the command names and that does not exist; empty if nothing is
     missing."""
+    command = with_python(command)
     if not command or not _PYTHON.fullmatch(os.path.basename(command[0])):
         return ""
     rest = [*dropwhile(lambda word: word.startswith("-") and word not in ("-m", "-c", "-"), command[1:])]

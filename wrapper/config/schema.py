@@ -68,7 +68,7 @@ class JobSection(Section):
     out, plans assume the smallest GPU's total memory and none is refused for it; where workers share a GPU, no memory
     is assumed."""
     command: tuple[str, ...] = ()
-    """Command that each worker runs, unless the command line gives one after `--`."""
+    """Command that each worker runs, unless the command line gives one; it may begin with a Python script."""
     time: Annotated[float | None, BeforeValidator(values.duration)] = None
     """Time limit of the Slurm job, with its unit, as `24h`; the partition's default if left out."""
     idle_limit: Annotated[float | None, BeforeValidator(values.duration_or_never)] = _SETTINGS.idle_limit_s

@@ -17,6 +17,9 @@ from resihp.wrapper.config.run_spec import virtual_nodes
 from resihp.wrapper.config.schema import Configuration, LayoutSection
 from resihp.wrapper.launch.allocation import Allocation
 
+GPUS_OF_NODE = ("auto", "gpu")
+"""Values of an option that mean all GPUs of a node."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -45,48 +48,48 @@ def on_this_machine(configuration: Configuration) -> Shape:
     return Shape(virtual_nodes(job.nodes + spares), job.gpus_per_node, spares)
 
 
-def devices_of(option: str | None, nodes: int, *, local: bool) -> int | None:
-    """Return the number of devices per node that `--gpus-per-node` means; None if the option is missing.
+def devices_of(value: str | None, nodes: int, *, local: bool, option: str = "--gpus-per-node") -> int | None:
+    """Return the number of devices per node that the value of an option means; None if the option is missing.
 
     With --local, `auto` divides the machine's GPUs among the virtual nodes. Under Slurm, `auto` is the same as no
-    option: the GPUs that Slurm gave. Raises UsageError.
+    option: the GPUs that Slurm gave. torchrun's `gpu` means `auto`, and `cpu` one worker for each CPU of this machine
+    that we may use. Raises UsageError.
     """
-    if option is None or (option == "auto" and not local):
+    if value is None or (value in GPUS_OF_NODE and not local):
         return None
-    if option == "auto":
-        gpus = _gpus_here(os.environ)
+    if value in GPUS_OF_NODE:
+        gpus = _gpus_here(os.environ, f"{option} {value}", option)
         if gpus % nodes:
-            raise UsageError(f"--gpus-per-node auto: {gpus} GPUs cannot be divided evenly among {nodes} virtual nodes")
+            raise UsageError(f"{option} {value}: {gpus} GPUs cannot be divided evenly among {nodes} virtual nodes")
         return gpus // nodes
-    if not option.isascii() or not option.isdigit():
-        raise UsageError(f"--gpus-per-node {option}: a number, or auto")
-    return int(option)
+    if value == "cpu":
+        return len(os.sched_getaffinity(0))
+    if not value.isascii() or not value.isdigit():
+        raise UsageError(f"{option} {value}: a number, auto, gpu or cpu")
+    return int(value)
 
 
-def _gpus_here(environment: Mapping[str, str]) -> int:
-    """Return the number of this machine's GPUs that the user's processes can see. Raises UsageError if there are
-    none."""
+def _gpus_here(environment: Mapping[str, str], typed: str, option: str) -> int:
+    """Return the number of this machine's GPUs that the user's processes can see. Raises UsageError if there are none.
+    `typed`: the option with its value."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         count = len([device for device in visible.split(",") if device.strip() not in ("", "-1", "NoDevFiles")])
         if not count:
-            raise UsageError(f"--gpus-per-node auto: CUDA_VISIBLE_DEVICES={visible} shows no GPU; unset it, or give N")
+            raise UsageError(f"{typed}: CUDA_VISIBLE_DEVICES={visible} shows no GPU; unset it, or give N")
         return count
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
     except OSError:
         raise UsageError(
-            "--gpus-per-node auto: no nvidia-smi on this machine, so no GPU to count; --gpus-per-node N runs N workers "
-            "on processors"
+            f"{typed}: no nvidia-smi on this machine, so no GPU to count; {option} N runs N workers on processors"
         ) from None
     except subprocess.TimeoutExpired:
-        raise UsageError(
-            "--gpus-per-node auto: nvidia-smi -L did not answer within 20 s; give --gpus-per-node N"
-        ) from None
+        raise UsageError(f"{typed}: nvidia-smi -L did not answer within 20 s; give {option} N") from None
     count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
     if listed.returncode or not count:
         answer = (listed.stdout.strip() or listed.stderr.strip() or "nothing").splitlines()[0]
-        raise UsageError(f"--gpus-per-node auto: nvidia-smi -L lists no GPU ({answer[:200]}); give --gpus-per-node N")
+        raise UsageError(f"{typed}: nvidia-smi -L lists no GPU ({answer[:200]}); give {option} N")
     return count
 
 

@@ -18,7 +18,7 @@ from resihp.settings import Detection, ProbeLimits
 from resihp.worker.checkpoints import write_manifest
 from resihp.wrapper.commands import run
 from resihp.wrapper.commands.run import Options, prepare
-from resihp.wrapper.config.program import resolve
+from resihp.wrapper.config.program import missing_script, resolve
 from resihp.wrapper.config.run_spec import RunRequest
 from resihp.wrapper.exit_codes import EXIT_CODES, exit_code_of
 
@@ -224,11 +224,42 @@ def test_resume_finds_the_newest_checkpoint_or_the_one_of_the_job_named(script: 
         ((sys.executable, "-m", "train", "-m"), "module", ("train", "-m")),
         ((sys.executable, "-c", "pass"), "command", (sys.executable, "-c", "pass")),
         (("sh", "run.sh"), "command", ("sh", "run.sh")),
+        (("train.py", "-x"), "script", ("train.py", "-x")),
+        (("env", "./train.py"), "command", ("env", "./train.py")),
     ],
 )
-def test_kinds_of_commands(script: Path, command: tuple[str, ...], kind: str, argv: tuple[str, ...]) -> None:
+def test_kinds_of_commands(
+    script: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], kind: str, argv: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     program = resolve(command, pytest.fail)
     assert (program.kind, program.argv) == (kind, argv)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("torchrun --nproc-per-node 4 train.py -x", "type: resihp run --nproc-per-node 4 train.py -x$"),
+        ("/opt/bin/torchrun train.py", "type: resihp run train.py$"),
+        ("python -u -m torch.distributed.run --nnodes=2 train.py", "type: resihp run --nnodes=2 train.py$"),
+        ("python -m torch.distributed.launch train.py", "^torch.distributed.launch: .* docs/coming-from.md"),
+        ("accelerate launch train.py", "^accelerate launch: .* docs/coming-from.md"),
+        ("python3 -m accelerate.commands.launch train.py", "docs/coming-from.md"),
+        ("deepspeed train.py", "docs/coming-from.md"),
+        ("ft_launcher train.py", "docs/coming-from.md"),
+        ("fabric run train.py", "docs/coming-from.md"),
+        ("nosuch", "^nosuch: no such command; write a script as train.py"),
+        ("nosuch.py", "^nosuch.py: no such script in"),
+    ],
+)
+def test_commands_that_cannot_be_workers_are_refused(script: Path, command: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        resolve(command.split(), pytest.fail)
+
+
+def test_a_script_that_is_missing_is_named_before_anything_runs(script: Path) -> None:
+    assert missing_script(("train.py", "nosuch.py")) == missing_script(("python", "train.py")) == ""
+    assert missing_script(("nosuch.py",)) == missing_script(("python", "nosuch.py")) != ""
 
 
 def test_options_of_python_that_would_be_lost_are_refused(script: Path) -> None:

@@ -179,6 +179,18 @@ def test_a_job_is_named_after_its_script(job_file: Path, command: list[str], nam
     assert name_of(Configuration.model_validate({"job": {"command": command, "name": "gpt"}})) == "gpt"
 
 
+def test_a_command_may_begin_with_the_script_but_not_with_a_launcher(job_file: Path) -> None:
+    def script_of(command: str) -> str:
+        job_file.write_text(f"[job]\nnodes = 2\ncommand = {command}\n")
+        return submit(job_file, dry_run=True, chain=1, slurm=unreachable, notice=lambda _: None).script
+
+    assert "#SBATCH --job-name=train\n" in script_of("['train.py', '--lr', '1']")
+    with pytest.raises(UsageError, match=r"^elsewhere\.py: no such script in"):
+        script_of("['elsewhere.py']")
+    with pytest.raises(UsageError, match=r"^torchrun: .* in a job file, begin command with the script"):
+        script_of("['torchrun', '--nproc-per-node', '2', 'train.py']")
+
+
 def test_an_expedited_requeue_is_asked_for_where_slurm_knows_it(job_file: Path) -> None:
     job_file.write_text(JOB + LAYOUT + "[slurm]\nrequeue = 'expedite'\n")
     slurm = FakeSlurm(version=(26, 5, 5))

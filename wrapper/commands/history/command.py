@@ -36,7 +36,7 @@ from resihp.wrapper.output.ledgers import opened
 
 def register(app: typer.Typer) -> None:
     """Add `resihp history` and `resihp why` to the command line."""
-    app.command()(command_of(HistoryOptions, history))
+    app.command()(command_of(history, HistoryOptions))
     app.command()(why)
 
 

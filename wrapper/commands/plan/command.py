@@ -53,7 +53,7 @@ class PlannerChoice(str, Enum):  # noqa: UP042 - StrEnum's help text shows diffe
 
 def register(app: typer.Typer) -> None:
     """Add `resihp plan` to the command line."""
-    app.command()(command_of(PlanOptions, plan))
+    app.command()(command_of(plan, PlanOptions))
 
 
 @dataclass(frozen=True, kw_only=True)

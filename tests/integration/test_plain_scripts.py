@@ -67,9 +67,10 @@ for step in range(10):
     optimizer.step()
 dist.destroy_process_group()
 """
-NOT_RESTARTED = (
-    "nothing was restarted: a script that does not train with resihp.Trainer ends with its first rank that fails; "
-    'submit it again, or make it survive failures: docs/interface.md, "Scripts that do not use resihp"'
+NOT_RESTARTED = 'not started again: [adapt] max_restarts is 0; see docs/interface.md, "Scripts that do not use resihp"'
+TOO_FEW_NODES = (
+    "not started again: the script needs 2 nodes ([job] min_nodes), 1 can be used; see docs/interface.md, "
+    '"Scripts that do not use resihp"'
 )
 ERROR = "ValueError: no such token: 17"
 REFUSED = "URLError: <urlopen error [Errno 111] Connection refused>"
@@ -116,7 +117,7 @@ def test_it_runs_as_under_torchrun_and_its_first_rank_is_heard(job: Job, nodes: 
             "MASTER_ADDR": "127.0.0.1",
             "TORCHELASTIC_RUN_ID": "local-1",
             "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "100",
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -148,6 +149,7 @@ def test_a_script_whose_last_line_destroys_its_process_group_ends(job: Job) -> N
 def test_the_first_rank_that_fails_is_the_failure_and_its_peers_follow(
     job: Job, how: str, said: str, cause: str, kind: str
 ) -> None:
+    job.environment["RESIHP_ADAPT__MAX_RESTARTS"] = "0"
     run(job, how, bad=3)
     assert job.status == 1, job.stderr
     told = messages(job)
@@ -179,6 +181,7 @@ def test_the_first_rank_that_fails_is_the_failure_and_its_peers_follow(
 @pytest.mark.parametrize("bad", [0, 1])
 def test_nobody_waits_for_a_rank_that_failed_before_they_met(job: Job, bad: int) -> None:
     """torch's store would wait for half an hour."""
+    job.environment["RESIHP_ADAPT__MAX_RESTARTS"] = "0"
     began = time.monotonic()
     run(job, "before", bad=bad, nodes=1)
     assert time.monotonic() - began < 60
@@ -200,14 +203,14 @@ def test_a_node_that_dies_is_the_failure(job: Job) -> None:
     (failure,) = job.history("failures")
     assert (failure["component"], failure["node"]) == ("node", "n2")
     assert "before training began" not in job.stderr
-    assert NOT_RESTARTED in messages(job)
+    assert TOO_FEW_NODES in messages(job)
 
 
 def test_it_runs_on_the_nodes_of_an_allocation_and_fails_there(cluster: MakeCluster) -> None:
     """Logs are on the nodes' own disks then, and come to the job's folder once a second."""
     desk = Desk(cluster(nodes=2, gpus=2))
     (desk.folder / "train.py").write_text(SCRIPT)
-    script = "#!/bin/bash\n#SBATCH --no-kill\nexec resihp run -- python train.py kill 3\n"
+    script = "#!/bin/bash\n#SBATCH --no-kill\nexec resihp run --max-restarts 0 -- python train.py kill 3\n"
     options = ["--nodes=2", "--gpus-per-node=2", "--exclusive", "--output=%x-%j.out", "--time=5"]
     job = desk.sbatch(script, *options)
     assert desk.wait(job) == ("FAILED", "1:0"), desk.output(job)

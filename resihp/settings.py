@@ -96,6 +96,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     reconnect_s: float = 1.0
     spares: int = 0
     """Number of nodes in addition to those of the first layout; the ranks of these nodes begin on standby."""
+    spares_wait: bool = False
+    """Whether workers start on spare nodes only after others have declared a model: a script that never declares one
+    uses the nodes that were requested, and a spare node takes the place of a lost one."""
     least: float = 0.5
     """Minimum fraction of the first layout's devices with which the job starts if the others are missing."""
     slurm: bool = False
@@ -161,8 +164,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return self.devices_asked // replica * replica
 
     @property
+    def nodes_least(self) -> int:
+        """Minimum number of nodes for a script that does not declare a model."""
+        return min(self.min_nodes, self.nodes) or self.nodes - self.spares
+
+    @property
     def devices_least(self) -> int:
-        """Minimum number of devices with which the job starts; for a plain command, all devices that it requested."""
+        """Minimum number of devices with which the job starts; for a plain command, those of `nodes_least`."""
         if not self.declares:
-            return self.devices_asked
+            return self.nodes_least * self.gpus_per_node
         return max(1, math.ceil(self.least * self.devices_asked - 1e-9))

@@ -86,8 +86,10 @@ def start_workers(job: Job) -> None:
 
 
 def _number_ranks(job: Job) -> None:
-    """Assign a rank number to each device of the nodes that have joined."""
+    """Assign a rank number to each device of the nodes that have joined, except for spare nodes that wait."""
     order = sorted((name for name, node in job.nodes.items() if node.alive), key=natural)
+    if job.settings.spares_wait:
+        order = order[: job.settings.nodes - job.settings.spares]
     devices = [(name, device) for name in order for device in range(job.settings.gpus_per_node)]
     job.log(WorkersOrdered(workers=tuple((rank, *device) for rank, device in enumerate(devices))))
 

@@ -37,7 +37,7 @@ from resihp.wrapper.commands.resume import (
     run_of,
 )
 from resihp.wrapper.config import container, values
-from resihp.wrapper.config.program import resolve
+from resihp.wrapper.config.program import mentions_resihp, resolve
 from resihp.wrapper.config.run_spec import Container, ListenerSettings, Program, RunRequest
 from resihp.wrapper.config.schema import Configuration, DetectSection
 from resihp.wrapper.config.shape import Shape, check_layout, check_target, of_allocation, on_this_machine
@@ -335,6 +335,7 @@ def _settings(
         gpus_per_node=shape.gpus_per_node,
         spares=shape.spares,
         declares=program.kind != "command",
+        spares_wait=not mentions_resihp(program, os.getcwd()),
         tp=layout.tp,
         pp=layout.pp,
         schedule=layout.schedule,

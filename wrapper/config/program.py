@@ -20,6 +20,7 @@ from resihp.wrapper.config.launchers import refuse_launcher
 from resihp.wrapper.config.run_spec import Program
 from resihp.wrapper.launch.launcher import own_environment
 
+MAX_SCRIPT_BYTES = 1 << 20
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 _HARMLESS = frozenset("uB")
 """Options of python that may be dropped: output is line-buffered anyway, and writing bytecode or not makes no
@@ -122,3 +123,17 @@ def _has_resihp(interpreter: str) -> bool:
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0
+
+
+def mentions_resihp(program: Program, cwd: str) -> bool:
+    """Return whether the text of a script, or of a module in the working directory, contains the word resihp. If not,
+    it is probably no script that trains with resihp.Trainer; it may still import a module that does."""
+    if program.kind == "command":
+        return False
+    name = program.argv[0]
+    path = Path(cwd, name if program.kind == "script" else f"{name.replace('.', '/')}.py")
+    try:
+        with path.open("rb") as file:
+            return b"resihp" in file.read(MAX_SCRIPT_BYTES)
+    except OSError:
+        return False

@@ -110,6 +110,9 @@ def of_allocation(configuration: Configuration, allocation: Allocation, notice: 
         laid_out = given - spares
     else:
         laid_out = job.nodes
+        if job.min_nodes is not None and spares == 0 and job.min_nodes <= given < laid_out:
+            notice(f"{job_name}: Slurm gave {given} of {_count(laid_out, 'node')}; begins with these ([job] min_nodes)")
+            laid_out = given
     if given < laid_out + spares:
         extra = f" and {_count(spares, 'spare')}" if spares else ""
         raise UsageError(

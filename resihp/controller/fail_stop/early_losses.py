@@ -306,7 +306,7 @@ def _lacks_nodes(job: Job) -> bool:
     """Return whether nodes are missing and no spare nodes took their places, or nodes with started processes are
     lost."""
     placements = job.record.placements
-    needed = len(placements) if job.record.round else job.settings.devices_asked
+    needed = job.settings.nodes_least * job.settings.gpus_per_node
     return len(placements) < needed or any(not job.nodes[p.node].alive for p in placements)
 
 

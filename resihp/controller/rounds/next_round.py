@@ -13,26 +13,21 @@ from resihp.words import count_of, natural
 
 
 def nodes_of(job: Job) -> tuple[str, ...]:
-    """Return the nodes of the next round; empty if there are fewer than `nodes_least`."""
+    """Return the nodes of the next round; empty if there are fewer than `Settings.nodes_least`."""
     usable = _usable(job)
     reliable = [name for name in usable if not _is_unreliable(job, name)]
-    least = nodes_least(job)
+    least = job.settings.nodes_least
     chosen = reliable if len(reliable) >= least else usable
-    count = min(len(chosen), job.settings.nodes)
+    settings = job.settings
+    count = min(len(chosen), settings.nodes - settings.spares if settings.spares_wait else settings.nodes)
     while count >= max(1, least) and not _fits(job, count):
         count -= 1
     return tuple(chosen[:count]) if count >= max(1, least) else ()
 
 
-def nodes_least(job: Job) -> int:
-    """Return the number of nodes that a round needs at least."""
-    settings = job.settings
-    return min(settings.min_nodes, settings.nodes) or settings.nodes - settings.spares
-
-
 def shortage(job: Job) -> str:
     """Return, in words, that too few nodes are left."""
-    usable, least = len(_usable(job)), nodes_least(job)
+    usable, least = len(_usable(job)), job.settings.nodes_least
     return f"the script needs {count_of(least, 'node')} ([job] min_nodes), {usable} can be used"
 
 

@@ -12,6 +12,7 @@ from resihp.controller import interface as api
 from resihp.protocol import messages as m
 from resihp.record.fold import fold
 from resihp.record.journal import FailureFound, RestartDecided, WorkersOrdered
+from tests.resihp.controller.direct import DECLARE
 from tests.resihp.controller.test_startup import Start
 
 PEER = "RuntimeError: Connection closed by peer [10.0.0.2]:{}"
@@ -376,3 +377,24 @@ def test_no_two_rounds_ever_run_at_the_same_time(seed: int) -> None:
     record, folded = job.controller.job.record, fold(job.journal)
     assert (folded.round, folded.placements, folded.restart) == (record.round, record.placements, record.restart)
     assert job.end is None or job.end[0] in (0, 1, 5, 75, 93)
+
+
+def test_a_spare_node_waits_and_takes_the_place_of_a_lost_one() -> None:
+    job = script(nodes=3, spares=1, spares_wait=True, slurm=False)
+    assert job.rounds == [(0, ("n1", "n1", "n2", "n2"))], "the world that was asked for"
+    job.lose("n1", "its agent was killed")
+    job.obey()
+    assert job.rounds[1] == (1, ("n2", "n2", "n3", "n3"))
+    job.lose("n3", "its agent was killed")
+    assert job.end == (5, "node n3: its agent was killed")
+
+
+def test_spare_nodes_that_waited_stand_by_if_the_script_trains_with_resihp() -> None:
+    job = Script(nodes=3, spares=1, spares_wait=True, slurm=False, pp=2)
+    job.join(*job.settings.node_names)
+    job.obey()
+    for rank in range(4):
+        job.feed(api.WorkerSaid(rank=rank, message=DECLARE))
+    job.obey()
+    assert job.planned == [(0, 1, 2, 3)]
+    assert job.starts[-1][:2] == ("n3", ((4, 0), (5, 1)))

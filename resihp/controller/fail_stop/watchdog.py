@@ -61,6 +61,7 @@ def tick(job: Job) -> None:
         for name in restarts.overdue(job):
             reason = f"its processes have not ended within {restarts.END_TIMEOUT_S:.0f} s"
             failures.node_lost(job, name, reason, "useless")
+        restarts.judge(job)
         return
     if job.stage == "halting":
         judge_leaving(job)

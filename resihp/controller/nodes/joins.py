@@ -69,7 +69,7 @@ def node_joined(job: Job, event: api.AgentJoined) -> None:
         job.do(api.DropNode(node=event.node))
         replacements.unfit(job, request, event.node, f"node {event.node} does not join: {odd}")
         return
-    if request is None or event.node in job.nodes or not job.under_way:
+    if request is None or event.node in job.nodes or not (job.under_way or job.runs_script):
         cause = f"request {event.lease} is over" if event.lease else "it was not requested"
         why = "it was left out before" if event.node in job.nodes else cause
         job.say("notice", f"node {event.node}: does not join: {why}")
@@ -80,7 +80,8 @@ def node_joined(job: Job, event: api.AgentJoined) -> None:
     take_in(job, event)
     replacements.joined(job, request, event.node)
     job.say("notice", f"node {event.node}: joined in place of {request.instead}")
-    start_node(job, event.node)
+    if not job.runs_script:
+        start_node(job, event.node)
 
 
 def take_in(job: Job, event: api.AgentJoined) -> None:

@@ -16,12 +16,14 @@ from resihp.controller import interface as api
 from resihp.controller import replan_policy
 from resihp.controller.nodes import reservations
 from resihp.controller.planning import first_plan
+from resihp.controller.rounds import next_round
 from resihp.controller.state.job import Job
 from resihp.controller.state.requests import COINCIDENCE_S
 from resihp.errors import LayoutError
 from resihp.record.journal import ChangeDeclined, ReplacementAsked, ReplacementChanged
 from resihp.record.state import Replacement
 from resihp.scheduler import transition_cost
+from resihp.words import count_of
 
 JOINING_S = 10.0
 """Estimated seconds from a node's arrival until its processes are ready. Training goes on meanwhile."""
@@ -47,7 +49,7 @@ def review(job: Job) -> None:
         cancel_open(job, "training is done")
     elif job.stop_request is not None:
         cancel_open(job, "the job is to stop")
-    elif job.stage == "running":
+    elif job.stage == "running" or job.runs_script:
         _compare(job)
 
 
@@ -83,14 +85,19 @@ def _compare(job: Job) -> None:
         _let_go(job, request, "cancelled", "no longer needed" if lacking else "the first layout is back")
     wanted = min(lacking - len(coming), _requests_left(job))
     if wanted > 0 and job.now >= job.maintenance.ask_after and (names := missing(job)[:wanted]):
-        verdict = _worth(job)
-        if verdict is None or not verdict.go:
-            job.maintenance.ask_after = job.now + RETRY_AFTER_S
-            _decline(job, names, "the gain is unknown" if verdict is None else verdict.reason)
-            return
+        if job.runs_script:
+            why = f"the script can be started again with {count_of(_script_nodes_wanted(job), 'node')} then"
+        else:
+            verdict = _worth(job)
+            if verdict is None or not verdict.go:
+                job.maintenance.ask_after = job.now + RETRY_AFTER_S
+                _decline(job, names, "the gain is unknown" if verdict is None else verdict.reason)
+                return
+            devices = f"{len(job.record.computing)} of {_wanted(job)} ranks have work"
+            why = f"{devices}; another node {verdict.reason}"
         job.maintenance.declined = ()
         for name in names:
-            _ask(job, name, verdict.reason)
+            _ask(job, name, why)
 
 
 def _requests_left(job: Job) -> int:
@@ -118,9 +125,21 @@ def _is_refused_for_good(job: Job, name: str) -> bool:
 
 def nodes_lacking(job: Job) -> int:
     """Return the number of nodes that the plan in effect lacks, compared with the first plan, or with the requested
-    number of ranks if the job started with fewer."""
+    number of ranks if the job started with fewer. A script lacks the nodes that it could use and that are not there."""
+    if job.runs_script:
+        return max(0, _script_nodes_wanted(job) - len(next_round.usable(job)))
     ranks = _wanted(job) - len(job.record.computing)
     return max(0, -(-ranks // job.settings.gpus_per_node))
+
+
+def _script_nodes_wanted(job: Job) -> int:
+    return job.settings.nodes - job.settings.spares
+
+
+def may_still_come(job: Job) -> bool:
+    """Return whether a requested node is on its way, or may be requested."""
+    is_open = any(request.open for request in job.record.replacements.values())
+    return is_open or (_requests_left(job) > 0 and in_time(job))
 
 
 def _wanted(job: Job) -> int:
@@ -172,7 +191,7 @@ def _nearest_end(job: Job) -> str:
 def _is_coming(job: Job, request: Replacement) -> bool:
     """Return whether a requested node is on its way, or has joined but has no work yet. In the latter case its workers
     are still starting, or the planner has no use for them, nor would it for those of another node."""
-    if request.state != "joined":
+    if request.state != "joined" or job.runs_script:
         return request.open
     return not any(job.members[rank].node == request.node for rank in job.record.computing)
 
@@ -202,10 +221,9 @@ def _decline(job: Job, names: Sequence[str], why: str) -> None:
 
 def _ask(job: Job, instead: str, why: str) -> None:
     number = len(job.record.replacements) + 1
-    reason = f"{len(job.record.computing)} of {_wanted(job)} ranks have work; another node {why}"
     excluded = unwanted(job)
-    job.log(ReplacementAsked(replacement=number, node=instead, excluded=excluded, reason=reason))
-    job.say("notice", f"node {instead}: lost, {reason}; asking Slurm for another one")
+    job.log(ReplacementAsked(replacement=number, node=instead, excluded=excluded, reason=why))
+    job.say("notice", f"node {instead}: lost, {why}; asking Slurm for another one")
     job.do(api.AskReplacement(replacement=number, exclude=excluded))
 
 

@@ -31,6 +31,8 @@ SLURM_NOTICES_S = 330.0
 unless the site has changed it."""
 RELEASE_PAUSES_S = (10.0, 60.0, 300.0)
 """Seconds between the attempts to give a node back. Without accounting, Slurm accepts nodes of a job back only once."""
+SCRIPT_EVERY_S = 1.0
+"""Seconds between two looks at the nodes of a script that does not declare a model."""
 REASON_PREFIX = "resihp: "
 """Prefix of the reasons of drains that resihp jobs have requested (`resihp.slurm.client.PREFIX`)."""
 
@@ -41,7 +43,7 @@ def review(job: Job) -> None:
     if not job.settings.slurm or job.stage == "ended":
         return
     watch_lost(job)
-    if job.stage == "gathering" and not job.record.round:
+    if job.stage in ("gathering", "restarting") and not _is_script_due(job):
         return
     drains.review(job)
     if job.settings.observes:
@@ -51,6 +53,15 @@ def review(job: Job) -> None:
         _vacate(job)
         _release(job)
     replacements.review(job)
+
+
+def _is_script_due(job: Job) -> bool:
+    """Return whether the nodes of a running script are to be looked at now. Not at each event: that costs time for each
+    rank, and nothing is due at once."""
+    if not (job.record.lost or job.record.verdicts) or job.now < job.maintenance.script_due_at:
+        return False
+    job.maintenance.script_due_at = job.now + SCRIPT_EVERY_S
+    return job.runs_script
 
 
 def watch_lost(job: Job) -> None:

@@ -14,10 +14,10 @@ from resihp.words import count_of, natural
 
 def nodes_of(job: Job) -> tuple[str, ...]:
     """Return the nodes of the next round; empty if there are fewer than `Settings.nodes_least`."""
-    usable = _usable(job)
-    reliable = [name for name in usable if not _is_unreliable(job, name)]
+    candidates = usable(job)
+    reliable = [name for name in candidates if not _is_unreliable(job, name)]
     least = job.settings.nodes_least
-    chosen = reliable if len(reliable) >= least else usable
+    chosen = reliable if len(reliable) >= least else candidates
     settings = job.settings
     count = min(len(chosen), settings.nodes - settings.spares if settings.spares_wait else settings.nodes)
     while count >= max(1, least) and not _fits(job, count):
@@ -27,11 +27,11 @@ def nodes_of(job: Job) -> tuple[str, ...]:
 
 def shortage(job: Job) -> str:
     """Return, in words, that too few nodes are left."""
-    usable, least = len(_usable(job)), job.settings.nodes_least
-    return f"the script needs {count_of(least, 'node')} ([job] min_nodes), {usable} can be used"
+    count, least = len(usable(job)), job.settings.nodes_least
+    return f"the script needs {count_of(least, 'node')} ([job] min_nodes), {count} can be used"
 
 
-def _usable(job: Job) -> list[str]:
+def usable(job: Job) -> list[str]:
     """Return the live nodes without a dead device, those of the present round first."""
     placed = list(dict.fromkeys(place.node for place in job.record.placements))
     unplaced = sorted(job.nodes.keys() - set(placed), key=natural)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from resihp.controller import interface as api
 from resihp.controller import startup
 from resihp.controller.fail_stop import endings, incidents
+from resihp.controller.nodes import replacements
 from resihp.controller.rounds import next_round
 from resihp.controller.state.beginnings import Beginning, Restarting
 from resihp.controller.state.job import Job
@@ -55,7 +56,7 @@ def obstacle(job: Job, reason: str) -> str:
         return f"{times}[adapt] max_restarts is {settings.max_restarts}"
     if is_stuck(job, reason):
         return f"the last {count_of(MAX_FRUITLESS + 1, 'run')} of the script made no progress"
-    if not next_round.nodes_of(job):
+    if not next_round.nodes_of(job) and not replacements.may_still_come(job):
         return next_round.shortage(job)
     return ""
 
@@ -74,9 +75,12 @@ def has_progressed(job: Job, reason: str) -> bool:
 
 def resume(job: Job) -> None:
     """Order all nodes of the round to end its processes; also after a take-over, because the order may be lost."""
-    nodes = {place.node for place in job.record.placements if job.nodes[place.node].alive}
-    job.start.ending = Restarting(waiting=nodes, since=job.now)
-    for name in sorted(nodes, key=natural):
+    waiting: dict[str, list[int]] = {}
+    for rank, place in enumerate(job.record.placements):
+        if job.nodes[place.node].alive:
+            waiting.setdefault(place.node, []).append(rank)
+    job.start.ending = Restarting(waiting=waiting, since=job.now)
+    for name in waiting:
         job.do(api.EndProcesses(node=name))
     proceed(job)
 
@@ -84,9 +88,9 @@ def resume(job: Job) -> None:
 def node_ended(job: Job, name: str) -> None:
     """Note that no process of the round is left on a node, because it has reported so or is lost."""
     if job.stage == "restarting" and job.start.ending is not None:
-        for rank in [rank for rank in job.live if job.members[rank].node == name]:  # a lost supervisor had the report
-            incidents.mark_dead(job, job.members[rank], None)
-        job.start.ending.waiting.discard(name)
+        for rank in job.start.ending.waiting.pop(name, ()):
+            if rank in job.members and job.members[rank].alive:  # a lost supervisor had the report of its end
+                incidents.mark_dead(job, job.members[rank], None)
         proceed(job)
 
 
@@ -105,8 +109,23 @@ def proceed(job: Job) -> None:
     nodes = next_round.nodes_of(job)
     if nodes:
         _start(job, nodes)
-    else:
+    elif not replacements.may_still_come(job):
         endings.too_few(job, next_round.shortage(job))
+    elif not ending.waits_for_nodes:
+        ending.waits_for_nodes = True
+        job.say("notice", f"{next_round.shortage(job)}; waits for another node")
+
+
+def judge(job: Job) -> None:
+    """Start the next round if a node has joined that it lacked; end the job if none has come in time."""
+    ending = job.start.ending
+    if ending is None or not ending.waits_for_nodes or job.stop_request is not None:
+        return
+    if job.now - ending.since > job.settings.start_budget_s:
+        waited = f"no other node came within {job.settings.start_budget_s:.0f} s"
+        endings.too_few(job, f"{next_round.shortage(job)}, {waited}")
+    else:
+        proceed(job)
 
 
 def _start(job: Job, nodes: tuple[str, ...]) -> None:

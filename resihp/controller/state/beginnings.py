@@ -12,11 +12,12 @@ from resihp.record.state import HowLost
 
 @dataclass
 class Restarting:
-    """The end of a round, before the next one. `waiting`: nodes that have not reported the end of their processes;
-    `since`: time of the order."""
+    """The end of a round, before the next one. `waiting`: nodes that have not reported the end of their processes, with
+    their ranks. `since`: time of the order. `waits_for_nodes`: whether the next round lacks a node."""
 
-    waiting: set[str]
+    waiting: dict[str, list[int]]
     since: float
+    waits_for_nodes: bool = False
 
 
 @dataclass

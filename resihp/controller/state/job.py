@@ -216,6 +216,12 @@ class Job:
         return not self.settings.declares or (self.start.met and not self.has_declared)
 
     @property
+    def runs_script(self) -> bool:
+        """Whether the processes of a script that does not declare a model run, or are being started again."""
+        script_is_known = self.needs_all and not self.has_declared and bool(self.record.placements)
+        return script_is_known and self.stage in ("gathering", "restarting")
+
+    @property
     def has_declared(self) -> bool:
         """Whether any process has made a valid declaration of the model and workload."""
         return any(member.declared is not None for member in self.members.values())

@@ -44,6 +44,8 @@ class NodeMaintenance:
     """Time at which this supervisor requested each replacement, by the number of the request."""
     ask_after: float = 0.0
     """Earliest time of the next request for a node, after the last request was refused, ended or not worth its cost."""
+    script_due_at: float = 0.0
+    """Time from which the nodes of a script that does not declare a model are looked at again."""
     declined: tuple[str, ...] = ()
     """Lost nodes for which a request was last declined, so that the same refusal is recorded only once."""
     waits_s: list[float] = field(default_factory=list)

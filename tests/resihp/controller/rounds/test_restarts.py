@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import sys
 from typing import Any
 
 import pytest
@@ -398,3 +400,78 @@ def test_spare_nodes_that_waited_stand_by_if_the_script_trains_with_resihp() -> 
     job.obey()
     assert job.planned == [(0, 1, 2, 3)]
     assert job.starts[-1][:2] == ("n3", ((4, 0), (5, 1)))
+
+
+def test_a_restart_costs_the_same_for_each_rank_in_a_large_job() -> None:
+    def calls(nodes: int) -> int:
+        job = Script(nodes=nodes, gpus_per_node=8)
+        job.begin()
+        counted = itertools.count()
+        sys.setprofile(lambda frame, event, argument: next(counted))
+        try:
+            job.kill(9)
+            for name in job.settings.node_names:
+                for rank in [
+                    rank for rank, place in enumerate(job.controller.job.record.placements) if place.node == name
+                ]:
+                    job.feed(api.WorkerExited(rank=rank, status=-15))
+                job.feed(api.ProcessesEnded(node=name))
+        finally:
+            sys.setprofile(None)
+        assert job.rounds[-1][0] == 1
+        return next(counted)
+
+    assert calls(64) < 4.5 * calls(16)
+
+
+def test_a_replacement_takes_part_in_the_next_round() -> None:
+    job = script(nodes=3, min_nodes=2, slurm=True, replacements=1)
+    job.lose("n3", "its agent was killed")
+    job.obey()
+    assert job.rounds[1] == (1, ("n1", "n1", "n2", "n2"))
+    for _ in range(6):
+        job.run_for(10)
+    (asked,) = [action for action in job.actions if isinstance(action, api.AskReplacement)]
+    assert asked.exclude == ("n1", "n2", "n3")
+    news = {"replacement": 1, "slurm_job": "78", "node": "n9", "text": ""}
+    job.feed(api.ReplacementNews(state="running", **news))
+    job.feed(api.AgentJoined(node="n9", host="n9", devices=2, lease=1))
+    assert len(job.rounds) == 2, "the running round is left alone"
+    job.kill(0)
+    job.obey()
+    assert job.rounds[2] == (2, ("n1", "n1", "n2", "n2", "n9", "n9"))
+
+
+def test_a_script_with_too_few_nodes_waits_for_a_replacement() -> None:
+    job = script(nodes=2, slurm=True, replacements=1)
+    job.lose("n2", "its agent was killed")
+    job.obey()
+    assert job.end is None
+    assert any(
+        "the script needs 2 nodes ([job] min_nodes), 1 can be used; waits for another node" in t for t in job.texts
+    )
+    for _ in range(6):
+        job.run_for(10)
+    assert any(isinstance(action, api.AskReplacement) for action in job.actions)
+    job.feed(api.ReplacementNews(replacement=1, state="running", slurm_job="78", node="n9", text=""))
+    job.feed(api.AgentJoined(node="n9", host="n9", devices=2, lease=1))
+    job.feed(api.Tick())
+    job.obey()
+    assert job.rounds[-1] == (1, ("n1", "n1", "n9", "n9"))
+
+
+@pytest.mark.parametrize("how", ["refused for good", "in vain"])
+def test_a_wait_for_a_replacement_ends(how: str) -> None:
+    job = script(nodes=2, slurm=True, replacements=1, start_budget_s=200.0)
+    job.lose("n2", "its agent was killed")
+    job.obey()
+    for _ in range(6):
+        job.run_for(10)
+    if how == "refused for good":
+        job.feed(api.ReplacementNews(replacement=1, state="ended", slurm_job="78", node=None, text="cancelled"))
+        job.feed(api.Tick())
+    else:
+        job.run_for(200)
+    job.run_for(30)
+    assert job.end is not None
+    assert job.end[0] == 75

@@ -118,6 +118,26 @@ def kill_children(within_s: float) -> None:
             time.sleep(0.005)
 
 
+def kill_descendants(spare: int | None, within_s: float) -> None:
+    """Kill all processes that this process has started, and those that they have started; wait for their ends for up to
+    `within_s` seconds. `spare`: id of a child that is not killed, nor is anything that it has started; None for
+    none."""
+    import psutil
+
+    def started_by(pid: int) -> list[psutil.Process]:
+        try:
+            return list(psutil.Process(pid).children(recursive=True))
+        except psutil.NoSuchProcess:
+            return []
+
+    spared = set() if spare is None else {spare, *(process.pid for process in started_by(spare))}
+    remaining = [process for process in started_by(os.getpid()) if process.pid not in spared]
+    for process in remaining:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(remaining, within_s)
+
+
 def _children(parent: int) -> list[int]:
     pids = []
     with suppress(OSError):  # not every kernel has this file

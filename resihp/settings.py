@@ -20,6 +20,11 @@ Mode = Literal["sequential", "paper", "greyhound"]
 """Name of a detection method (`resihp.detector.modes`)."""
 
 
+SCRIPT_ALONE_S = 25.0
+"""Seconds without a message of a supervisor after which an agent ends the processes of a script that does not declare a
+model: they may be started again elsewhere, and must not write checkpoints at the same time."""
+
+
 class ProbeLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits by which probes are judged (`resihp.detector.probes`). Speeds are relative to other devices or links: 1 is
     equally fast."""

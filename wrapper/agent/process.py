@@ -18,6 +18,7 @@ import secrets
 import signal
 import socket
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ import psutil
 from resihp.errors import ConfigurationError, OwnershipError, ResihpError, UsageError
 from resihp.process import Orphans, adopt_orphans, inherited_socket, name_process, raise_open_files
 from resihp.protocol import messages as m
+from resihp.settings import SCRIPT_ALONE_S
 from resihp.wrapper.agent import inventory
 from resihp.wrapper.agent.log_mirror import LogMirror, print_to
 from resihp.wrapper.agent.peers import Peers
@@ -46,6 +48,8 @@ REAP_EVERY_S = 10.0
 TERM_GRACE_S = 1.0
 LAST_MESSAGES_TIMEOUT_S = 1.0
 """How long an agent that exits waits for the supervisor to acknowledge its last messages."""
+STALL_S = 1.0
+"""If a heartbeat is late by more than this, the agent itself was stopped or starved."""
 SUCCESSOR_EXIT_TIMEOUT_S = 60.0
 """How long a supervisor that runs as a child process of this agent may take to exit after it has released the agent."""
 REPORTED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCONT)
@@ -92,6 +96,10 @@ class Agent:
         """Set once there are workers to start."""
         self._round_end: asyncio.Task[None] | None = None
         """The end of all workers that are to be started again."""
+        self._fence: asyncio.Task[None] | None = None
+        """The end of all workers that no supervisor watches."""
+        self._stalled_until = 0.0
+        """Time until which this process was stopped, if it was."""
         self._release: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         """Resolved when the agent is to exit, with the seconds of grace for its workers. A negative value: send workers
         SIGTERM first."""
@@ -227,8 +235,18 @@ class Agent:
         due = loop.time()
         while True:
             self._link.send(self._workers.beat())
+            if loop.time() - due > STALL_S:
+                self._stalled_until = time.monotonic()  # the agent was stopped, and the supervisor not silent
+            self._fence_script()
             due = max(due + BEAT_S, loop.time())
             await asyncio.sleep(due - loop.time())
+
+    def _fence_script(self) -> None:
+        """End the workers of a script without a supervisor, which may start them again elsewhere."""
+        alone_s = time.monotonic() - max(self._link.heard_at, self._stalled_until)
+        if alone_s > SCRIPT_ALONE_S and (self._fence is None or self._fence.done()):
+            reason = f"no message of a supervisor for {alone_s:.0f} s"
+            self._fence = asyncio.create_task(self._workers.end_alone(reason))
 
     async def _reap(self) -> None:
         """Reap orphaned processes regularly. In a thread, because going through the processes of a busy node takes a

@@ -16,10 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from resihp.errors import ProtocolError
-from resihp.process import ending, state_letter
+from resihp.process import ending, kill_descendants, state_letter
 from resihp.protocol import messages as m
 from resihp.protocol.forwarding import label_of, order_in
 from resihp.protocol.framing import decode, encode
@@ -83,6 +82,7 @@ class Workers:
         """`_is_first`: rank 0 is on this node, so that ranks of a script with its own process groups rendezvous here.
         `_declared`: a worker has declared a model. `_met`: without a declared model, ranks have met by themselves or
         tried to."""
+        self._ending = asyncio.Lock()
         self._idle = asyncio.Event()
         self._idle.set()
         self.network: Mapping[str, str] = {}
@@ -325,6 +325,24 @@ class Workers:
     async def end_round(self, grace_s: float) -> None:
         """End all workers and all processes that they have started, then report this, so that others are started in
         their place. Workers get SIGTERM first, and SIGKILL after `grace_s` seconds."""
+        async with self._ending:
+            have_ended = await self._end_all(grace_s)
+        if have_ended:
+            self._place.close()
+            self._place = KeptPort()
+            self._is_first = False
+            self._exits.clear()  # another process will have the rank, maybe on another node
+            self._send(m.RoundEnded(meeting_port=self._place.port))
+
+    async def end_alone(self, reason: str) -> None:
+        """End all workers of a script, because no supervisor watches them. Their exits are reported to the next one."""
+        if self._workers and not self._declared:
+            print(f"workers are ended: {reason}", flush=True)
+            async with self._ending:
+                await self._end_all(grace_s=0.0)
+
+    async def _end_all(self, grace_s: float) -> bool:
+        """End all workers and what they have started; return False if one cannot be ended."""
         self._forks.forget_waiting()
         if self._forks.is_ready:
             await self._until_forked(REAP_S)
@@ -337,13 +355,10 @@ class Workers:
             await self._until_idle(KILL_TIMEOUT_S)
         if self._exit_reports:
             await asyncio.wait(self._exit_reports, timeout=REAP_S)
-        if self._idle.is_set():
-            await self._forks.kill_orphans(2 * REAP_S)
-            self._place.close()
-            self._place = KeptPort()
-            self._is_first = False
-            self._exits.clear()  # another process will have the rank, maybe on another node
-            self._send(m.RoundEnded(meeting_port=self._place.port))
+        if not self._idle.is_set():
+            return False
+        await self._forks.kill_orphans(2 * REAP_S)
+        return True
 
     async def _until_forked(self, timeout_s: float) -> None:
         """Wait for the fork server's answers to the requests that it has received."""
@@ -371,12 +386,7 @@ class Workers:
         self._forks.close()
         await self._forks.gone(REAP_S)
         self._place.close()
-        spared = {spare, *(process.pid for process in _descendants(spare))} if spare is not None else set()
-        remaining = [process for process in _descendants(os.getpid()) if process.pid not in spared]
-        for process in remaining:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        await asyncio.to_thread(psutil.wait_procs, remaining, REAP_S)
+        await asyncio.to_thread(kill_descendants, spare, REAP_S)
 
     def _signal_all(self, number: int) -> None:
         for worker in self._workers.values():
@@ -387,10 +397,3 @@ class Workers:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
-
-
-def _descendants(pid: int) -> list[psutil.Process]:
-    try:
-        return list(psutil.Process(pid).children(recursive=True))
-    except psutil.NoSuchProcess:
-        return []

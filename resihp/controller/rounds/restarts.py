@@ -19,6 +19,7 @@ from resihp.controller.rounds import next_round
 from resihp.controller.state.beginnings import Beginning, Restarting
 from resihp.controller.state.job import Job
 from resihp.record.journal import RestartDecided, WorkersOrdered
+from resihp.settings import SCRIPT_ALONE_S
 from resihp.words import alike, count_of, natural
 
 FRUITFUL_S = 120.0
@@ -28,6 +29,10 @@ MAX_FRUITLESS = 3
 END_TIMEOUT_S = 30.0
 """Seconds that a node has to end the processes of a round. Then the node is given up: a process that cannot be killed
 holds its GPU."""
+
+
+FENCED_S = SCRIPT_ALONE_S + 5.0
+"""Seconds from the loss of a silent node until its processes have ended by themselves for certain."""
 
 
 def begin(job: Job, reason: str) -> bool:
@@ -107,7 +112,14 @@ def proceed(job: Job) -> None:
     if job.stage != "restarting" or ending is None or ending.waiting or job.stop_request is not None:
         return
     nodes = next_round.nodes_of(job)
-    if nodes:
+    if unfenced := _unfenced(job):
+        if not ending.waits_for_fence:
+            ending.waits_for_fence = True
+            names = ", ".join(unfenced)
+            job.say(
+                "notice", f"node {names}: may still run its processes; the others start {FENCED_S:.0f} s after its loss"
+            )
+    elif nodes:
         _start(job, nodes)
     elif not replacements.may_still_come(job):
         endings.too_few(job, next_round.shortage(job))
@@ -117,15 +129,29 @@ def proceed(job: Job) -> None:
 
 
 def judge(job: Job) -> None:
-    """Start the next round if a node has joined that it lacked; end the job if none has come in time."""
+    """Start the next round if nothing stands in its way any more; end the job if a node that it lacks has not come in
+    time."""
     ending = job.start.ending
-    if ending is None or not ending.waits_for_nodes or job.stop_request is not None:
+    if ending is None or job.stop_request is not None:
         return
-    if job.now - ending.since > job.settings.start_budget_s:
+    if ending.waits_for_nodes and job.now - ending.since > job.settings.start_budget_s:
         waited = f"no other node came within {job.settings.start_budget_s:.0f} s"
         endings.too_few(job, f"{next_round.shortage(job)}, {waited}")
     else:
         proceed(job)
+
+
+def _unfenced(job: Job) -> list[str]:
+    """Return the lost nodes of the round on which processes may still run: those that are only silent. Their agents end
+    the processes, if they live, `SCRIPT_ALONE_S` seconds after the last message of this supervisor."""
+    return [
+        name
+        for name in dict.fromkeys(place.node for place in job.record.placements)
+        if name in job.record.lost
+        and job.record.lost[name].how in ("silent", "useless")
+        and not job.record.slurm_sees.get(name, ("", ""))[0].startswith("down")
+        and job.now - job.maintenance.releases[name].lost_at < FENCED_S
+    ]
 
 
 def _start(job: Job, nodes: tuple[str, ...]) -> None:

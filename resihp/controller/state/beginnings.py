@@ -13,11 +13,13 @@ from resihp.record.state import HowLost
 @dataclass
 class Restarting:
     """The end of a round, before the next one. `waiting`: nodes that have not reported the end of their processes, with
-    their ranks. `since`: time of the order. `waits_for_nodes`: whether the next round lacks a node."""
+    their ranks. `since`: time of the order. `waits_for_nodes`, `waits_for_fence`: whether the user was told that the
+    next round lacks a node, or that processes of a silent node may still run."""
 
     waiting: dict[str, list[int]]
     since: float
     waits_for_nodes: bool = False
+    waits_for_fence: bool = False
 
 
 @dataclass

@@ -9,9 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -29,6 +31,8 @@ from resihp.protocol.resumable import Conversation
 from resihp.protocol.serving import serve
 from resihp.record.journal import IterationCommitted, Record
 from resihp.record.journal_format import encode
+from resihp.settings import SCRIPT_ALONE_S
+from resihp.wrapper.agent.process import Agent
 from resihp.wrapper.config.run_spec import Program
 from resihp.wrapper.job_folder import Job, create_local_job
 from resihp.wrapper.launch.launcher import NO_SUPERVISOR_STATUS, own_environment
@@ -636,3 +640,54 @@ def test_a_node_without_the_configured_interface_says_what_it_has(job: Job) -> N
 
 
 GO: dict[str, Any] = {"next_iteration": 1, "finish": None}
+
+
+DEAF = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_the_processes_of_a_round_are_ended_and_their_ranks_name_others(job: Job) -> None:
+    async def scene(supervisor: PretendedSupervisor) -> None:
+        supervisor.order(spawn(0, 2))
+        supervisor.order(spawn(1, 2))
+        await supervisor.until(lambda: len(supervisor.of(m.Spawned)) == 2)
+        await supervisor.until(lambda: all((job.logs / f"n1.rank{rank}.log").read_text() for rank in (0, 1)))
+        supervisor.order(m.EndRound(grace_s=0.2))
+        supervisor.order(m.EndRound(grace_s=0.2))
+        await supervisor.until(lambda: supervisor.of(m.RoundEnded))
+        assert {(said.rank, said.status) for said in supervisor.of(m.Exited)} == {(0, -9), (1, -9)}
+        (ended,) = supervisor.of(m.RoundEnded)
+        assert ended.meeting_port not in (0, supervisor.joins[0].meeting_port)
+        supervisor.order(spawn(1, 2))
+        await supervisor.until(lambda: len(supervisor.of(m.Spawned)) == 3)
+        supervisor.order(m.EndRound(grace_s=0.2))
+        await supervisor.until(lambda: len(supervisor.of(m.RoundEnded)) == 2)
+
+    play(job, scene, DEAF)
+
+
+@pytest.mark.parametrize(
+    ("heard_s", "stopped_s", "ends"),
+    [(SCRIPT_ALONE_S + 1, 1e9, True), (SCRIPT_ALONE_S - 1, 1e9, False), (SCRIPT_ALONE_S + 1, 2.0, False)],
+)
+def test_the_workers_of_a_script_end_without_a_supervisor(heard_s: float, stopped_s: float, ends: bool) -> None:
+    """The supervisor may have started others in their place. An agent that was stopped itself has missed nothing."""
+    reasons: list[str] = []
+
+    async def end_alone(reason: str) -> None:
+        reasons.append(reason)
+
+    async def main() -> None:
+        agent: Any = Agent.__new__(Agent)
+        now = time.monotonic()
+        agent._link, agent._workers = SimpleNamespace(heard_at=now - heard_s), SimpleNamespace(end_alone=end_alone)
+        agent._fence, agent._stalled_until = None, now - stopped_s
+        agent._fence_script()
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert reasons == (["no message of a supervisor for 26 s"] if ends else [])

@@ -14,6 +14,7 @@ from resihp.controller import interface as api
 from resihp.protocol import messages as m
 from resihp.record.fold import fold
 from resihp.record.journal import FailureFound, RestartDecided, WorkersOrdered
+from resihp.settings import SCRIPT_ALONE_S
 from tests.resihp.controller.direct import DECLARE
 from tests.resihp.controller.test_startup import Start
 
@@ -256,6 +257,8 @@ def test_a_node_whose_processes_cannot_be_ended_is_given_up() -> None:
     job.end_processes("n3")
     job.obeyed = len(job.actions)
     job.wait(35)
+    assert len(job.rounds) == 1, "they may still run"
+    job.wait(30)
     job.obey()
     assert job.rounds[1] == (1, ("n1", "n1", "n3", "n3"))
     assert any("n2: its processes have not ended within 30 s" in text for text in job.texts)
@@ -475,3 +478,33 @@ def test_a_wait_for_a_replacement_ends(how: str) -> None:
     job.run_for(30)
     assert job.end is not None
     assert job.end[0] == 75
+
+
+def test_the_next_round_waits_until_the_processes_of_a_silent_node_have_ended_by_themselves() -> None:
+    """A node whose network is cut may still write checkpoints."""
+    job = script(nodes=3, min_nodes=2, slurm=False)
+    lost_at = job.now
+    job.feed(api.AgentLost(node="n3", reason="connection closed for 1 s"))
+    job.obey()
+    job.wait(20)
+    job.obey()
+    assert len(job.rounds) == 1
+    assert any(
+        "node n3: may still run its processes; the others start 30 s after its loss" in text for text in job.texts
+    )
+    while len(job.rounds) == 1:
+        job.wait(1)
+        assert job.now - lost_at < 35
+    assert job.now - lost_at > SCRIPT_ALONE_S
+    assert job.rounds[1] == (1, ("n1", "n1", "n2", "n2"))
+
+
+def test_a_silent_node_that_slurm_calls_down_is_not_waited_for() -> None:
+    job = script(nodes=3, min_nodes=2, slurm=True)
+    job.feed(api.AgentLost(node="n3", reason="connection closed for 1 s"))
+    job.obey()
+    job.wait(3)
+    assert len(job.rounds) == 1
+    job.feed(api.SlurmSees(node="n3", state="down", reason="Not responding"))
+    job.feed(api.Tick())
+    assert job.rounds[1] == (1, ("n1", "n1", "n2", "n2"))

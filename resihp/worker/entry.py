@@ -26,6 +26,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any, Literal
 
 from resihp.process import AGENT_FD
+from resihp.worker import stacks
 
 INTERRUPTED_STATUS = 130
 """Exit status after KeyboardInterrupt, as reported by a shell when python ends itself by SIGINT."""
@@ -55,6 +56,7 @@ def become(
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     _settle(threads, environment.get("OMP_NUM_THREADS"))
+    stacks.register()
     try:
         if kind == "module":
             _run_module(argv[0])

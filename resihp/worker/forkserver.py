@@ -41,6 +41,7 @@ from resihp.process import (
     threads,
 )
 from resihp.protocol.channels import LocalChannel
+from resihp.worker import stacks
 from resihp.worker.entry import become
 from resihp.worker.leaving import will_leave_with
 
@@ -325,6 +326,7 @@ def main(arguments: list[str] | None = None) -> None:
     restore_open_files()
     for number in (signal.SIGINT, *STOP_SIGNALS):
         signal.signal(number, signal.SIG_IGN)
+    stacks.ignore()
     channel = LocalChannel(inherited_socket(options.fd))
     begun = time.monotonic()
     greeting: Ready | Unable

@@ -1,0 +1,51 @@
+"""Read the stacks that faulthandler prints. Pure.
+
+Python's faulthandler writes the frames of all threads, innermost frame first, each as `File "F", line N in NAME`. The
+main thread is the last one: threads are listed from the newest to the oldest.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+MAX_FRAMES = 40
+"""Number of innermost frames of a thread that are kept."""
+MAX_NAME = 200
+"""Characters of a file or function name that are kept."""
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+", re.MULTILINE)
+_FRAME = re.compile(r'^  File "([^"\n]*)", line (\d{1,9}) in (.*)$', re.MULTILINE)
+_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib/python\d|^<|/resihp/")
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """One call on a stack."""
+
+    file: str
+    line: int
+    name: str
+
+    @property
+    def is_of_library(self) -> bool:
+        """Whether the frame belongs to python, an installed package or resihp, and not to the user's script."""
+        return bool(_LIBRARY.search(self.file))
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.name}"
+
+
+def main_thread(printed: str) -> tuple[Frame, ...]:
+    """Return the frames of the main thread, innermost first; empty if the text holds no stack."""
+    begins = [match.end() for match in _THREAD.finditer(printed)]
+    if not begins:
+        return ()
+    frames = list(_FRAME.finditer(printed, begins[-1]))[:MAX_FRAMES]
+    return tuple(
+        Frame(file[-MAX_NAME:], int(line), name[:MAX_NAME]) for file, line, name in (f.groups() for f in frames)
+    )
+
+
+def place_in_script(frames: tuple[Frame, ...]) -> Frame | None:
+    """Return the innermost frame of the user's script; None if all frames belong to libraries."""
+    return next((frame for frame in frames if not frame.is_of_library), None)

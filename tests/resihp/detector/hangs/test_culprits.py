@@ -1,0 +1,93 @@
+"""Which rank of a hang is its cause."""
+
+from __future__ import annotations
+
+from resihp.detector.hangs.culprits import Look, judge, waits
+from resihp.detector.hangs.stacks import Frame, main_thread, place_in_script
+
+TORCH = "/venv/lib/python3.11/site-packages/torch"
+IN_A_COLLECTIVE = f"""\
+Thread 0x00007f10 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 324 in wait
+  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
+
+Current thread 0x00007f20 (most recent call first):
+  File "{TORCH}/distributed/distributed_c10d.py", line 3252 in all_reduce
+  File "{TORCH}/distributed/c10d_logger.py", line 83 in wrapper
+  File "/home/me/train.py", line 41 in step
+  File "/home/me/train.py", line 60 in <module>
+  File "/opt/resihp/worker/entry.py", line 100 in _run_script
+"""
+IN_BACKWARD = f"""\
+Current thread 0x00007f20 (most recent call first):
+  File "{TORCH}/autograd/graph.py", line 824 in _engine_run_backward
+  File "{TORCH}/_tensor.py", line 648 in backward
+  File "/home/me/train.py", line 40 in step
+"""
+IN_A_LOADER = f"""\
+Current thread 0x00007f20 (most recent call first):
+  File "/usr/lib/python3.11/multiprocessing/connection.py", line 947 in wait
+  File "{TORCH}/utils/data/dataloader.py", line 1295 in _try_get_data
+  File "/home/me/train.py", line 35 in batches
+  File "/home/me/train.py", line 60 in <module>
+"""
+IN_A_LOCK = """\
+Current thread 0x00007f20 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 320 in wait
+  File "/home/me/metrics.py", line 9 in flush
+  File "/home/me/train.py", line 45 in step
+"""
+SLEEPS = """\
+Current thread 0x00007f20 (most recent call first):
+  File "/home/me/train.py", line 44 in step
+"""
+
+
+def look(rank: int, printed: str = "", state: str = "S") -> Look:
+    return Look(rank=rank, state=state, frames=main_thread(printed))
+
+
+def verdict(*printed: str) -> tuple[int, ...]:
+    return judge({rank: look(rank, text) for rank, text in enumerate(printed)}).ranks
+
+
+def test_the_main_thread_is_read_with_its_innermost_frame_first() -> None:
+    frames = main_thread(IN_A_COLLECTIVE)
+    assert (frames[0].name, frames[0].line) == ("all_reduce", 3252)
+    assert place_in_script(frames) == Frame("/home/me/train.py", 41, "step")
+    assert str(place_in_script(frames)) == "/home/me/train.py:41 in step"
+    assert main_thread("no stack") == ()
+    assert main_thread("Current thread 0x00007f20 (most recent call first):\n  <no Python frame>\n") == ()
+
+
+def test_ranks_in_collectives_and_in_their_results_wait() -> None:
+    assert waits(main_thread(IN_A_COLLECTIVE))
+    assert waits(main_thread(IN_BACKWARD))
+    for printed in (IN_A_LOADER, IN_A_LOCK, SLEEPS):
+        assert not waits(main_thread(printed))
+
+
+def test_the_rank_that_does_not_wait_is_the_cause() -> None:
+    for cause in (IN_A_LOADER, IN_A_LOCK, SLEEPS):
+        assert verdict(IN_A_COLLECTIVE, IN_A_COLLECTIVE, cause, IN_BACKWARD) == (2,)
+    assert verdict(SLEEPS, SLEEPS, IN_A_COLLECTIVE, IN_A_COLLECTIVE) == (0, 1)
+
+
+def test_a_stopped_process_is_the_cause_wherever_it_is() -> None:
+    looks = {rank: look(rank, IN_A_COLLECTIVE) for rank in range(4)}
+    looks[3] = look(3, IN_A_COLLECTIVE, state="T")
+    assert judge(looks).ranks == (3,)
+    assert judge({rank: look(rank, IN_A_COLLECTIVE, state="T") for rank in range(4)}).ranks == (), "the job is stopped"
+
+
+def test_a_rank_at_another_place_is_the_cause_where_all_wait() -> None:
+    elsewhere = IN_A_COLLECTIVE.replace("line 41", "line 52")
+    assert verdict(IN_A_COLLECTIVE, elsewhere, IN_A_COLLECTIVE, IN_A_COLLECTIVE) == (1,)
+
+
+def test_without_a_difference_nobody_is_blamed() -> None:
+    assert verdict(*[IN_A_COLLECTIVE] * 4) == ()
+    assert verdict(*[SLEEPS] * 4) == ()
+    assert verdict("", "", "") == ()
+    elsewhere = IN_A_COLLECTIVE.replace("line 41", "line 52")
+    assert verdict(IN_A_COLLECTIVE, elsewhere) == ()

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from resihp.detector.hangs.stacks import Frame, place_in_script
+from resihp.detector.hangs.stacks import StackFrame, place_in_script
 
 STOPPED_STATES = frozenset("Tt")
 """States of a process that a signal or a debugger has stopped."""
@@ -30,12 +30,12 @@ _OWN_WAITS = re.compile(
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True):
-    """One process as it was seen during a hang."""
+    """One process as it was during a hang."""
 
     rank: int
     state: str
     """The kernel's state of the process, as R, S, D or T."""
-    frames: tuple[Frame, ...] = ()
+    frames: tuple[StackFrame, ...] = ()
     """Stack of the main thread, innermost first; empty if it is not known."""
 
 
@@ -51,11 +51,11 @@ def judge(looks: Mapping[int, Look]) -> HangVerdict:
     stopped = [rank for rank, look in sorted(looks.items()) if look.state in STOPPED_STATES]
     if stopped and len(stopped) < len(looks):
         return HangVerdict(ranks=tuple(stopped), reason="stopped by a signal or a debugger")
-    seen = {rank: look for rank, look in looks.items() if look.frames}
-    busy = [rank for rank, look in sorted(seen.items()) if not waits(look.frames)]
-    if busy and len(busy) < len(seen):
+    with_stack = {rank: look for rank, look in looks.items() if look.frames}
+    busy = [rank for rank, look in sorted(with_stack.items()) if not waits(look.frames)]
+    if busy and len(busy) < len(with_stack):
         return HangVerdict(ranks=tuple(busy), reason="does not wait for other ranks, as they do")
-    places = {rank: place_in_script(look.frames) for rank, look in seen.items()}
+    places = {rank: place_in_script(look.frames) for rank, look in with_stack.items()}
     (usual, count), *_ = Counter(places.values()).most_common(1) or [(None, 0)]
     odd = [rank for rank, place in sorted(places.items()) if place != usual]
     if odd and 2 * count > len(places):
@@ -63,7 +63,7 @@ def judge(looks: Mapping[int, Look]) -> HangVerdict:
     return HangVerdict(ranks=(), reason="all ranks wait at the same place" if not odd else "no rank stands out")
 
 
-def waits(frames: tuple[Frame, ...]) -> bool:
+def waits(frames: tuple[StackFrame, ...]) -> bool:
     """Return whether a main thread waits for other ranks: in a collective, or for a device that works on one."""
     for frame in frames:
         if _COLLECTIVES.search(frame.file):

@@ -19,7 +19,7 @@ _FRAME = re.compile(r'^  File "([^"\n]*)", line (\d{1,9}) in (.*)$', re.MULTILIN
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib/python\d|^<|/resihp/")
 
 
-class Frame(msgspec.Struct, frozen=True):
+class StackFrame(msgspec.Struct, frozen=True):
     """One call on a stack."""
 
     file: str
@@ -35,17 +35,17 @@ class Frame(msgspec.Struct, frozen=True):
         return f"{self.file}:{self.line} in {self.name}"
 
 
-def main_thread(printed: str) -> tuple[Frame, ...]:
+def main_thread(printed: str) -> tuple[StackFrame, ...]:
     """Return the frames of the main thread, innermost first; empty if the text holds no stack."""
     begins = [match.end() for match in _THREAD.finditer(printed)]
     if not begins:
         return ()
     frames = list(_FRAME.finditer(printed, begins[-1]))[:MAX_FRAMES]
     return tuple(
-        Frame(file[-MAX_NAME:], int(line), name[:MAX_NAME]) for file, line, name in (f.groups() for f in frames)
+        StackFrame(file[-MAX_NAME:], int(line), name[:MAX_NAME]) for file, line, name in (f.groups() for f in frames)
     )
 
 
-def place_in_script(frames: tuple[Frame, ...]) -> Frame | None:
+def place_in_script(frames: tuple[StackFrame, ...]) -> StackFrame | None:
     """Return the innermost frame of the user's script; None if all frames belong to libraries."""
     return next((frame for frame in frames if not frame.is_of_library), None)

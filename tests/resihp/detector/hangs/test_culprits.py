@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from resihp.detector.hangs.culprits import Look, judge, waits
-from resihp.detector.hangs.stacks import Frame, main_thread, place_in_script
+from resihp.detector.hangs.stacks import StackFrame, main_thread, place_in_script
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 IN_A_COLLECTIVE = f"""\
@@ -54,7 +54,7 @@ def verdict(*printed: str) -> tuple[int, ...]:
 def test_the_main_thread_is_read_with_its_innermost_frame_first() -> None:
     frames = main_thread(IN_A_COLLECTIVE)
     assert (frames[0].name, frames[0].line) == ("all_reduce", 3252)
-    assert place_in_script(frames) == Frame("/home/me/train.py", 41, "step")
+    assert place_in_script(frames) == StackFrame("/home/me/train.py", 41, "step")
     assert str(place_in_script(frames)) == "/home/me/train.py:41 in step"
     assert main_thread("no stack") == ()
     assert main_thread("Current thread 0x00007f20 (most recent call first):\n  <no Python frame>\n") == ()

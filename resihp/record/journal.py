@@ -206,7 +206,12 @@ class PlanDecided(Entry, frozen=True, kw_only=True):
 
 class IterationCommitted(Entry, frozen=True, kw_only=True):
     """An iteration was committed. `seconds`: its duration on the slowest rank, for the attempt that counted; None if no
-    rank survived to report it."""
+    rank survived to report it.
+
+    For a script that does not report to resihp (`StepOutcome.is_printed`): an iteration that it has printed as
+    complete, with the mean duration of an iteration. The entry also stands for the iterations since the entry before,
+    because a script may print every tenth iteration.
+    """
 
     epoch: int
     outcome: StepOutcome
@@ -546,6 +551,29 @@ class IterationsPacked(Entry, frozen=True, kw_only=True):
         return self.first + self.count - 1
 
 
+class CounterSeen(Entry, frozen=True, kw_only=True):
+    """The iterations of a script that does not report to resihp are read from the output of `rank`.
+
+    Written when its iteration counter is first seen, when its goal changes, and when the counter goes back: after a
+    restart, iterations up to `furthest` are done again, and are not committed again. Until the counter has passed
+    `furthest`, it is written again every half minute. `goal`: the last iteration of the script; None if not printed.
+    """
+
+    rank: int
+    iteration: int
+    furthest: int = 0
+    goal: int | None = None
+
+
+class LossNotFinite(Entry, frozen=True, kw_only=True):
+    """A script that does not report to resihp has printed a loss that is NaN or infinite; the loss before was finite,
+    or unknown."""
+
+    rank: int
+    iteration: int
+    loss: str
+
+
 class ModelDeclared(Entry, frozen=True, kw_only=True):
     """All ranks have declared the same model and workload. A later supervisor reads them here."""
 
@@ -718,6 +746,8 @@ AnyEntry = (
     | JoinRefused
     | IterationsUnreported
     | IterationsPacked
+    | CounterSeen
+    | LossNotFinite
     | ModelDeclared
     | LeaderChosen
     | JobSignalled

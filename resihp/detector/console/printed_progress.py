@@ -110,7 +110,8 @@ class _Form:
         self.rising += 1
         self.step = stated.iteration - before.iteration
         seconds = stated.seconds if stated.seconds is not None else (stated.at - before.at) / self.step
-        return msgspec.structs.replace(stated, seconds=seconds, goes_back=ahead < 0)
+        is_known = math.isfinite(seconds) and seconds > 0
+        return msgspec.structs.replace(stated, seconds=seconds if is_known else None, goes_back=ahead < 0)
 
 
 class PrintedProgress:
@@ -128,12 +129,19 @@ class PrintedProgress:
         self._loss: float | None = None
         """Loss of a line without an iteration, as Hugging Face's Trainer prints it beside a bar."""
 
-    def feed(self, text: str, at: float) -> list[PrintedIteration]:
-        """Return the iterations that this piece of output completes. `at`: its time of arrival, in seconds."""
-        *lines, rest = re.split(r"[\r\n]", self._rest + text)
+    def feed(self, text: str, at: float, since: float | None = None) -> list[PrintedIteration]:
+        """Return the iterations that this piece of output completes. `at`: the time, in seconds, at which its last line
+        was written; `since`: the time of the last line before it, if known. Lines between are taken as evenly spread.
+        """
+        *ended_lines, rest = re.split(r"[\r\n]", self._rest + text)
         self._rest = rest[:MAX_LINE]
-        parts = (self._read(ANSI_ESCAPE.sub("", line[:MAX_LINE]), at) for line in lines[-MAX_LINES:] if line)
-        return [report for reports in parts for report in reports]
+        lines = [line for line in ended_lines if line]
+        pause_s = 0.0 if since is None or not lines else max(at - since, 0.0) / len(lines)
+        reports: list[PrintedIteration] = []
+        for after, line in zip(reversed(range(len(lines))), lines, strict=True):
+            if after < MAX_LINES:
+                reports += self._read(ANSI_ESCAPE.sub("", line[:MAX_LINE]), at - after * pause_s)
+        return reports
 
     def _read(self, line: str, at: float) -> list[PrintedIteration]:
         if self._pattern is not None:

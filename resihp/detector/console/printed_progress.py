@@ -23,8 +23,7 @@ from resihp.detector.console.line_formats import (
     label_of,
     match_of,
 )
-from resihp.detector.offline.recordings.recording import ANSI_ESCAPE, number_in
-from resihp.detector.offline.recordings.values import moment_in
+from resihp.detector.offline.recordings.values import ANSI_ESCAPE, moment_in, number_in
 
 MAX_LINE = 8192
 """Characters of a line that are read. Frameworks print less; a script that never ends its line must not fill memory."""

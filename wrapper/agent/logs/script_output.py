@@ -17,11 +17,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from resihp.detector.console.condensing import condensed
-from resihp.detector.console.printed_progress import PrintedIteration, PrintedProgress
 from resihp.plain_files import open_plain
 from resihp.protocol import messages as m
+
+if TYPE_CHECKING:
+    from resihp.detector.console.printed_progress import PrintedIteration, PrintedProgress
 
 MAX_READ_BYTES = 256 << 10
 """Most bytes that are read of a log at one time, its last ones: a script may print a gigabyte a minute."""
@@ -70,12 +72,17 @@ class _Followed:
 
     rank: int
     tail: LogTail
-    progress: PrintedProgress
+    pattern: re.Pattern[str] | None
+    progress: PrintedProgress | None = None
 
     def read(self) -> list[PrintedIteration]:
+        from resihp.detector.console.condensing import condensed  # most nodes of a large job never need these
+        from resihp.detector.console.printed_progress import PrintedProgress
+
+        self.progress = self.progress or PrintedProgress(self.pattern)
         since = self.tail.written_at
         text = self.tail.new()
-        return self.progress.feed(text, self.tail.written_at or 0.0, since) if text else []
+        return condensed(self.progress.feed(text, self.tail.written_at or 0.0, since)) if text else []
 
 
 class ScriptOutput:
@@ -97,7 +104,7 @@ class ScriptOutput:
         """Follow the output of a new process, if its rank is the first or the last one. `begin`: size of the log when
         it was started."""
         if not self._closed and start.rank in (0, start.world_size - 1):
-            self._followed[start.rank] = _Followed(start.rank, LogTail(log, begin), PrintedProgress(self._pattern))
+            self._followed[start.rank] = _Followed(start.rank, LogTail(log, begin), self._pattern)
 
     def follows(self, rank: int) -> bool:
         return rank in self._followed
@@ -141,7 +148,7 @@ class ScriptOutput:
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         while (then := self._requests.get()) is not None:
             began = time.thread_time()
-            reports = [(followed, condensed(followed.read())) for followed in list(self._followed.values())]
+            reports = [(followed, followed.read()) for followed in list(self._followed.values())]
             if self._pattern is not None and time.thread_time() - began > MAX_PATTERN_S:
                 print(f"[progress] pattern {self._pattern.pattern}: too slow, not used any more", flush=True)
                 self._followed.clear()

@@ -107,6 +107,7 @@ LONG_MODULES: Mapping[str, int] = {
     "resihp/record/fold.py": 425,
     "resihp/record/journal.py": 800,
     "slurm/site/hook.py": 875,
+    "wrapper/config/schema.py": 425,
     "wrapper/sinks/metrics.py": 450,
     "wrapper/supervisor/agents/links.py": 425,
     "wrapper/supervisor/shell.py": 485,

@@ -59,15 +59,18 @@ def progress(goal: Goal, iterations: Sequence[Row], now: datetime, *, running: b
     """
     last = iterations[-1] if iterations else None
     recent = iterations[-RECENT_ITERATIONS:]
-    pauses = _pauses(recent)
-    pace_s = _pace_s(pauses) if pauses else last["seconds"] if last else None
+    paces = [pause / _iterations(a, b) for pause, (a, b) in zip(_pauses(recent), pairwise(recent), strict=True)]
+    pace_s = _pace_s(paces) if paces else last["seconds"] if last else None
+    tokens = statistics.fmean(row["tokens"] for row in recent) if recent else 0.0
+    if pace_s is not None and not tokens:  # as a script has printed them: read together, once a second
+        pace_s = max(pace_s, statistics.median(row["seconds"] or 0.0 for row in recent))
     values: Row = {
         "iteration": last["iteration"] if last else goal.resume_from,
         "loss": last["loss"] if last else None,
         "target": goal.iterations,
         "last_iteration_at": last["finished_at"] if last else None,
         "seconds_since_iteration": None,
-        "tokens_per_second": statistics.fmean(row["tokens"] for row in recent) / pace_s if pace_s else None,
+        "tokens_per_second": tokens / pace_s if tokens and pace_s else None,
         "eta_seconds": None,
         "stuck": False,
     }
@@ -113,10 +116,15 @@ def longest_s(recent: Sequence[Row]) -> float:
     return max(MIN_STUCK_S, STUCK_FACTOR * usual_s)
 
 
-def _pace_s(pauses: Sequence[float]) -> float:
-    """Return the pace in seconds: the median of the means of neighbouring pauses."""
-    width = min(AVERAGED_PAUSES, (len(pauses) + 1) // 2)
-    return statistics.median(statistics.fmean(pauses[n : n + width]) for n in range(len(pauses) - width + 1))
+def _pace_s(paces: Sequence[float]) -> float:
+    """Return the pace in seconds: the median of the means of neighbouring iterations."""
+    width = min(AVERAGED_PAUSES, (len(paces) + 1) // 2)
+    return statistics.median(statistics.fmean(paces[n : n + width]) for n in range(len(paces) - width + 1))
+
+
+def _iterations(before: Row, row: Row) -> int:
+    """Return the number of iterations that a row stands for: a script may print only every tenth."""
+    return max(int(row["iteration"]) - int(before["iteration"]), 1)
 
 
 def _pauses(recent: Sequence[Row]) -> list[float]:

@@ -117,6 +117,15 @@ def why(reader: Reader, job: Row, iteration: int) -> Why:
     near, number = columns_query.where(columns.job_id == job["id"]), columns.iteration
     rows = reader.fetch(near.where(number <= iteration).order_by(number.desc()).limit(NEAR_ITERATIONS + 1))[::-1]
     if not rows or rows[-1]["iteration"] != iteration:
+        # a script may print only every tenth iteration, which then stands for those before it
+        following = reader.fetch(near.where(number > iteration, columns.tokens == 0).order_by(number).limit(1))
+        if following:
+            return why(reader, job, following[0]["iteration"])
+        if job["model"] is None:
+            raise UsageError(
+                f"iteration {iteration}: no iteration of job {job['name']} is known: its script does not report to "
+                "resihp, and prints none that resihp reads; [progress] pattern reads others"
+            )
         extremes = select(func.min(columns.iteration).label("first"), func.max(columns.iteration).label("last"))
         [extremes_of_job] = reader.fetch(extremes.where(columns.job_id == job["id"]))
         committed = (

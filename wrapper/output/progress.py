@@ -31,6 +31,10 @@ STUCK_FACTOR = 5
 """A job looks stuck after this many times the longest of its last pauses. Pauses include evaluations, checkpoints and
 recoveries."""
 MIN_STUCK_S = 60.0
+NO_ITERATION_KNOWN = (
+    "no iteration is known; of a script without resihp.Trainer, resihp knows those that it prints ([progress] pattern)"
+)
+"""Words for a job without committed iterations, which may have had some."""
 
 
 class Goal(msgspec.Struct, frozen=True):

@@ -22,7 +22,7 @@ ALWAYS_SHOWN = frozenset(
 """Headings of columns that are never left out on a narrow terminal, because they identify rows or describe events."""
 COST_WORDS = {
     "useful": "training",
-    "start": "until the first iteration",
+    "start": "until the first known iteration",
     "detect": "detection of failures",
     "reconfigure": "reconfiguration",
     "redo": "discarded work",

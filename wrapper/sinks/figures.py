@@ -254,12 +254,10 @@ def _committed(figures: Figures, entry: journal.IterationCommitted, at: float) -
         figures.seconds_us += micros
         figures.buckets[bisect_left(BUCKETS_S, seconds)] += 1
         passed_s = None if figures.committed_at is None else at - figures.committed_at
-        counted_us = micros
-        if stands_for > 1:
-            counted_us = round(min(stands_for * seconds, max(passed_s or 0.0, 0.0)) * 1e6)
-        elif passed_s is not None and passed_s >= 0.0:
+        counted_us = stands_for * micros
+        if passed_s is not None and passed_s >= 0.0:
             same = entry.epoch == figures.committed_epoch
-            counted_us = round(figures.counting.of(seconds, passed_s, same_plan=same) * 1e6)
+            counted_us = round(figures.counting.of(stands_for * seconds, passed_s, same_plan=same) * 1e6)
         elif passed_s is not None and figures.began_at is not None:
             figures.began_at += passed_s - seconds
         figures.known_us += counted_us

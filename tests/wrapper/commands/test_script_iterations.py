@@ -118,3 +118,15 @@ def test_time_left_follows_from_lines_that_were_read_together() -> None:
     told += [(printed(20 * second + i, 0.05), 1.0 + second) for second in range(10) for i in range(1, 21)]
     name = write(told)
     assert running(name)["eta_seconds"] == pytest.approx(50.0, abs=3.0)
+
+
+def test_lines_that_were_read_together_are_all_useful_time() -> None:
+    """Ten lines of two iterations each, read once a second."""
+    told: list[tuple[journal.AnyEntry, float]] = [(started("local-1"), 0.0)]
+    told += [(printed(20 * second + i, 0.05), 1.0 + second) for second in range(60) for i in range(2, 21, 2)]
+    told.append((journal.JobEnded(exit_code=0, state="completed", reason="done"), 61.0))
+    name = write(told)
+    status: dict[str, Any] = json.loads(resihp("status", name, "--json").stdout)
+    assert status["goodput"] == pytest.approx(1.0, abs=0.02)
+    figures = followed([journal.Record(seq, 1e9 + at, entry) for seq, (entry, at) in enumerate(told, 1)])
+    assert figures.goodput(1e9 + 61.0) == pytest.approx(status["goodput"], abs=0.02)

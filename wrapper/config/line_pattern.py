@@ -14,10 +14,10 @@ from collections.abc import Iterator
 
 MAX_SEARCH_S = 0.05
 """Longest processor time for one line."""
-GROWTH = 1.3
+LENGTH_RATIO = 1.3
 """Each line is so many times as long as the one before: even if the time doubles with each character, the first search
 that takes too long ends within a second."""
-GROUPS = frozenset(("iteration", "goal", "loss", "seconds", "tokens_per_second"))
+GROUP_NAMES = frozenset(("iteration", "goal", "loss", "seconds", "tokens_per_second"))
 _REPEATED = re.compile(r"(\\.|\[[^\]]*\]|\)|[^*+{}\\])(?:[*+]|\{\d*,\d*\})")
 """A part of a pattern that may be repeated without a close limit."""
 _SYNTAX = re.compile(r"\(\?P<\w+>|\(\?[:=!]|[()^$|?*+]|\{\d*,?\d*\}")
@@ -35,7 +35,7 @@ def line_pattern(text: str) -> str:
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"not a regular expression of Python: {error}") from error
     names = pattern.groupindex.keys()
-    if "iteration" not in names or not names <= GROUPS:
+    if "iteration" not in names or not names <= GROUP_NAMES:
         raise ValueError(
             r"needs the group `iteration`, and knows goal, loss, seconds and tokens_per_second: "
             r"'batch (?P<iteration>\d+) of (?P<goal>\d+) ce=(?P<loss>\S+)'"
@@ -49,7 +49,7 @@ def line_pattern(text: str) -> str:
                 raise ValueError(
                     f"takes too long on a line of {int(length)} characters: avoid a repeat inside a repeat, as in (a+)+"
                 )
-            length *= GROWTH
+            length *= LENGTH_RATIO
     return text
 
 

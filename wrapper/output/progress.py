@@ -63,11 +63,8 @@ def progress(goal: Goal, iterations: Sequence[Row], now: datetime, *, running: b
     """
     last = iterations[-1] if iterations else None
     recent = iterations[-RECENT_ITERATIONS:]
-    paces = [pause / _iterations(a, b) for pause, (a, b) in zip(_pauses(recent), pairwise(recent), strict=True)]
-    pace_s = _pace_s(paces) if paces else last["seconds"] if last else None
+    pace_s = _pace_of(recent)
     tokens = statistics.fmean(row["tokens"] for row in recent) if recent else 0.0
-    if pace_s is not None and not tokens:  # as a script has printed them: read together, once a second
-        pace_s = max(pace_s, statistics.median(row["seconds"] or 0.0 for row in recent))
     values: Row = {
         "iteration": last["iteration"] if last else goal.resume_from,
         "loss": last["loss"] if last else None,
@@ -118,6 +115,17 @@ def longest_s(recent: Sequence[Row]) -> float:
     """Return the seconds since the last commit after which a job with these last iterations looks stuck."""
     usual_s = max(_pauses(recent), default=(recent[-1]["seconds"] if recent else None) or 0.0)
     return max(MIN_STUCK_S, STUCK_FACTOR * usual_s)
+
+
+def _pace_of(recent: Sequence[Row]) -> float | None:
+    """Return the seconds from one iteration to the next, pauses included; None before the first iteration."""
+    if len(recent) < 2:
+        return recent[0]["seconds"] if recent else None
+    paces = [pause / _iterations(a, b) for pause, (a, b) in zip(_pauses(recent), pairwise(recent), strict=True)]
+    if any(row["tokens"] for row in recent):
+        return _pace_s(paces)
+    # as a script has printed them, which are read together, once a second
+    return max(_pace_s(paces), statistics.median(row["seconds"] or 0.0 for row in recent))
 
 
 def _pace_s(paces: Sequence[float]) -> float:

@@ -167,5 +167,8 @@ class ScriptOutput:
 
 
 def _message(rank: int, printed: Sequence[PrintedIteration]) -> m.Printed:
-    figures = (m.PrintedFigures(iteration=each.iteration, seconds=each.seconds, loss=each.loss) for each in printed)
+    figures = (
+        m.PrintedFigures(iteration=iteration.iteration, seconds=iteration.seconds, loss=iteration.loss)
+        for iteration in printed
+    )
     return m.Printed(rank=rank, figures=tuple(figures), goal=printed[-1].goal)

@@ -98,12 +98,12 @@ def _done_again(reader: Reader, row: Row, figures: Row) -> Row:
     last, of_script = figures["iteration"], object_in(row["model"])
     if not last or not of_script or "model" in of_script:
         return {}
-    [seen] = reader.events(row["id"], ("CounterSeen",), 1)
-    if seen["iteration"] > last or seen["at"] <= figures["last_iteration_at"]:
+    [counter] = reader.events(row["id"], ("CounterSeen",), 1)
+    if counter["iteration"] > last or counter["at"] <= figures["last_iteration_at"]:
         return {}
     pace_s, goal_iteration = figures["iteration_seconds"], of_script.get("iterations")
-    eta_s = (goal_iteration - seen["iteration"]) * pace_s if goal_iteration and pace_s else None
-    return {"redone": seen["iteration"], "stuck": False, "eta_seconds": eta_s}
+    eta_s = (goal_iteration - counter["iteration"]) * pace_s if goal_iteration and pace_s else None
+    return {"redone": counter["iteration"], "stuck": False, "eta_seconds": eta_s}
 
 
 def _events(reader: Reader, job: int) -> tuple[list[Row], str | None]:

@@ -45,7 +45,7 @@ def _take(job: Job, report: m.Printed, figures: m.PrintedFigures) -> None:
     if not again:
         job.log(
             IterationCommitted(
-                epoch=record.epoch,
+                epoch=record.round,
                 outcome=m.StepOutcome.printed(iteration, figures.loss),
                 seconds=figures.seconds,
                 predicted_seconds=None,

@@ -63,7 +63,7 @@ class Output:
             log.write(text)
 
     async def look(self) -> None:
-        await self.output.last_look(0, 30.0)
+        await self.output.look_within(30.0)
 
     @property
     def iterations(self) -> list[int]:
@@ -96,7 +96,7 @@ async def test_only_the_first_and_the_last_rank_are_read(tmp_path: Path) -> None
         (tmp_path / f"{rank}.log").write_text(lines(1, 2))
         output.follow(start_of(rank, 4), tmp_path / f"{rank}.log")
     assert [rank for rank in range(4) if output.follows(rank)] == [0, 3]
-    await output.last_look(3, 30.0)
+    await output.look_within(30.0)
     assert [printed.rank for printed in sent] == [0, 3]
 
 
@@ -185,6 +185,7 @@ async def test_a_log_that_hangs_delays_nothing(tmp_path: Path, monkeypatch: pyte
     for _ in range(100):
         job.output.look()
     await job.output.last_look(0, 0.05)
+    assert not job.output.follows(0)
     assert time.monotonic() - began < 5.0
     assert job.output._requests.qsize() <= 1, "one reading waits, whatever the number of heartbeats"
     hang.set()
@@ -206,5 +207,5 @@ async def test_nothing_is_read_after_the_end(tmp_path: Path) -> None:
     job.output.close()
     job.start()
     job.output.look()
-    await asyncio.wait_for(job.look(), 5.0)
+    await job.output.look_within(0.05)
     assert job.sent == []

@@ -109,9 +109,6 @@ class ScriptOutput:
     def follows(self, rank: int) -> bool:
         return rank in self._followed
 
-    def forget(self, rank: int) -> None:
-        self._followed.pop(rank, None)
-
     def look(self) -> None:
         """Read what is new, unless the last reading is still in progress. Does not wait."""
         if self._followed and not self._is_reading:
@@ -119,9 +116,15 @@ class ScriptOutput:
             self._ask(self._has_read)
 
     async def last_look(self, rank: int, limit_s: float) -> None:
-        """Read the last output of a process that has ended, and wait for that up to `limit_s`."""
-        if not self.follows(rank):
-            return
+        """Read the last output of a process that has ended, wait for that up to `limit_s`, and follow it no longer."""
+        followed = self._followed.get(rank)
+        if followed is not None:
+            await self.look_within(limit_s)
+            if self._followed.get(rank) is followed:
+                del self._followed[rank]
+
+    async def look_within(self, limit_s: float) -> None:
+        """Read what is new, and wait for that up to `limit_s`."""
         done = asyncio.Event()
         self._ask(done.set)
         with suppress(TimeoutError):

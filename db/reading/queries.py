@@ -121,13 +121,13 @@ def why(reader: Reader, job: Row, iteration: int) -> Why:
         following = reader.fetch(near.where(number > iteration, columns.tokens == 0).order_by(number).limit(1))
         if following:
             return why(reader, job, following[0]["iteration"])
-        if job["model"] is None:
+        extremes = select(func.min(columns.iteration).label("first"), func.max(columns.iteration).label("last"))
+        [extremes_of_job] = reader.fetch(extremes.where(columns.job_id == job["id"]))
+        if extremes_of_job["last"] is None and job["model"] is None:
             raise UsageError(
                 f"iteration {iteration}: no iteration of job {job['name']} is known: its script does not report to "
                 "resihp, and prints none that resihp reads; [progress] pattern reads others"
             )
-        extremes = select(func.min(columns.iteration).label("first"), func.max(columns.iteration).label("last"))
-        [extremes_of_job] = reader.fetch(extremes.where(columns.job_id == job["id"]))
         committed = (
             "none" if extremes_of_job["last"] is None else f"{extremes_of_job['first']} to {extremes_of_job['last']}"
         )

@@ -42,6 +42,7 @@ from resihp.record.journal import (
     PlanRefused,
     PlanWithdrawn,
     ProbesTaken,
+    Reconfigured,
     ReplacementAsked,
     ReplacementChanged,
     RestartDecided,
@@ -107,6 +108,8 @@ def apply(record: JobRecord, entry: AnyEntry) -> None:
             _maintenance(record, entry)
         case ReplacementAsked() | ReplacementChanged():
             _replacement(record, entry)
+        case Reconfigured():
+            record.recovered, record.recovered_epoch = max((record.recovered, *entry.failures)), entry.epoch
         case CoverageChanged():
             record.detector, record.unwatched = entry.detector, entry.unwatched
         case JobSignalled():

@@ -432,6 +432,9 @@ class Reconfigured(Entry, frozen=True, kw_only=True):
     held the state of both layouts. `action` "between": ranks parked between two iterations, so no work was in progress.
     `planning_s`: the part of `plan_s` before any rank could be told the plan; None in legacy journals, or if not
     measured.
+
+    Also the restart of a script that does not report to resihp: `epoch` is then the number of the restart, `action` is
+    "redo", `park_s` the time until its processes had ended, and `first_iteration_s` that until it printed an iteration.
     """
 
     epoch: int

@@ -250,6 +250,10 @@ class JobRecord:
     last_outcome: StepOutcome | None = None
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_ITERATIONS))
     """Seconds that each of the latest iterations took."""
+    recovered: int = 0
+    """Number of the last failure that a change of plan or a restart has mended; 0 if there is none."""
+    recovered_epoch: int = 0
+    """Epoch of the last change of plan that was completed, or number of the last restart."""
     counter: CounterSeen | None = None
     """The iteration counter of a script that does not report to resihp; None if none was seen. `committed` is then the
     furthest iteration that it has printed, and `goal` its goal, 0 if not printed."""

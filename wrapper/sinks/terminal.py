@@ -301,7 +301,7 @@ class LiveView:
         """Describe a recovery: the total time since the failure, as in `JobHistory.recovery`, and the time of each
         phase."""
         plan = self._history.shown_plan
-        layout = plan.description if plan is not None else f"epoch {entry.epoch}"
+        layout = plan.description if plan is not None else f"restart {entry.epoch}"
         after_last_iteration = 0 < self._goal < self._next
         iteration = {
             "redo": "the last evaluation redone" if after_last_iteration else f"iteration {self._next} redone",
@@ -324,6 +324,11 @@ class LiveView:
         ]
         whole = f"{duration(without_s)} after {since}{' was noticed' if len(entry.failures) == 1 else ''}"
         alone = ""
+        if plan is None:  # of a script that does not report to resihp
+            phases, iteration = (
+                [("ended in", entry.park_s), ("first iteration", entry.first_iteration_s)],
+                "trains again",
+            )
         if mended is not None and mended.noticed_after is not None:
             whole = f"{duration(mended.seconds_to_recover)} after {since}"
             phases.insert(0, ("noticed after", mended.noticed_after))

@@ -13,7 +13,7 @@ import math
 from resihp.controller.state.job import Job
 from resihp.protocol import messages as m
 from resihp.record.describe import explain
-from resihp.record.journal import CounterSeen, IterationCommitted, LossNotFinite
+from resihp.record.journal import CounterSeen, IterationCommitted, LossNotFinite, Reconfigured
 
 NOTE_EVERY_S = 30.0
 """Seconds between two entries about a counter that has not passed the furthest iteration yet."""
@@ -27,6 +27,7 @@ def printed(job: Job, report: m.Printed) -> None:
     for figures in report.figures:
         if figures.iteration > 0:
             _take(job, report, figures)
+    _judge_recovery(job)
 
 
 def _take(job: Job, report: m.Printed, figures: m.PrintedFigures) -> None:
@@ -51,6 +52,29 @@ def _take(job: Job, report: m.Printed, figures: m.PrintedFigures) -> None:
                 predicted_seconds=None,
             )
         )
+
+
+def _judge_recovery(job: Job) -> None:
+    """Record that the script has recovered from the failures before its last restart: it has printed an iteration."""
+    record, start = job.record, job.start
+    failures = tuple(range(record.recovered + 1, record.failures + 1))
+    if not failures or record.round <= record.recovered_epoch or job.stage != "gathering" or start.early_at is not None:
+        return
+    began_at = start.ordered_at if start.restarted is None else start.restarted
+    job.log(
+        Reconfigured(
+            epoch=record.round,
+            failures=failures,
+            attempts=record.round - record.recovered_epoch,
+            action="redo",
+            park_s=start.ordered_at - began_at,
+            plan_s=0.0,
+            groups_s=0.0,
+            state_s=0.0,
+            first_iteration_s=job.now - start.ordered_at,
+            seconds=job.now - began_at,
+        )
+    )
 
 
 def _judge_loss(job: Job, rank: int, figures: m.PrintedFigures) -> None:

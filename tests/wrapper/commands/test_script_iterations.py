@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from resihp.db.writer import Ledger
@@ -118,6 +119,25 @@ def test_time_left_follows_from_lines_that_were_read_together() -> None:
     told += [(printed(20 * second + i, 0.05), 1.0 + second) for second in range(10) for i in range(1, 21)]
     name = write(told)
     assert running(name)["eta_seconds"] == pytest.approx(50.0, abs=3.0)
+
+
+def test_a_restart_costs_what_it_took_until_the_counter_had_passed_its_furthest() -> None:
+    failure = journal.FailureFound(
+        failure=1, kind="fail-stop", component="process", cause="rank 1 killed", ranks=(1,), node="n1", device=1,
+        iteration=401, epoch=0, evidence="", detect_s=None, noticed_s=0.0, failed_s=1.0,
+    )  # fmt: skip
+    stopped = MARGIN_S + 400 * PACE_S + 2.0
+    mended = journal.Reconfigured(
+        epoch=1, failures=(1,), attempts=1, action="redo", park_s=1.0, plan_s=0.0, groups_s=0.0, state_s=0.0,
+        first_iteration_s=9.0, seconds=10.0,
+    )  # fmt: skip
+    after = msgspec.structs.replace(printed(410), epoch=1)
+    end = journal.JobEnded(exit_code=0, state="completed", reason="done")
+    name = write(entries(400, (failure, stopped), (mended, stopped + 10), (after, stopped + 50), (end, stopped + 51)))
+    status: dict[str, Any] = json.loads(resihp("status", name, "--json").stdout)
+    assert status["lost_seconds"]["fail-stop"] == pytest.approx(52.0 - 10 * PACE_S, abs=0.1)
+    assert "MTTR 11.0 s" in shown("history", "cost", name)
+    assert "training was interrupted before it" in shown("why", "410", name)
 
 
 def test_lines_that_were_read_together_are_all_useful_time() -> None:

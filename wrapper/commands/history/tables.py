@@ -249,7 +249,7 @@ ITERATIONS_COLUMNS = (
     _number("epoch"),
     _number("seconds", form="{:.3f}"),
     _number("predicted_seconds", "predicted", form="{:.3f}"),
-    _number("tokens"),
+    ViewColumn("tokens", lambda row: str(row["tokens"] or "-"), right=True),
     _number("loss", form="{:.4f}"),
     _time("finished_at", "finished (UTC)"),
 )

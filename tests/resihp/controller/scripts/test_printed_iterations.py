@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
+
 from resihp.controller import Controller
 from resihp.controller import interface as api
 from resihp.protocol import messages as m
 from resihp.record.fold import fold
-from resihp.record.journal import CounterSeen, IterationCommitted, LossNotFinite
+from resihp.record.journal import CounterSeen, IterationCommitted, LossNotFinite, Reconfigured
 from tests.resihp.controller.direct import DECLARE
 from tests.resihp.controller.fail_stop.test_early_losses import gathered
 from tests.resihp.controller.test_startup import Start
@@ -114,3 +116,34 @@ def test_what_a_script_printed_before_it_declares_a_model_does_not_count() -> No
     prints(job, 20)
     assert committed(job)[:19] == list(range(1, 20))
     assert job.controller.job.record.committed == 0
+
+
+def restarted(job: Start) -> None:
+    """Rank 1 is killed, and all are started again."""
+    job.feed(api.WorkerExited(rank=1, status=-9))
+    job.feed(api.Tick(), 1.5)
+    for rank in (0, 2, 3):
+        job.feed(api.WorkerExited(rank=rank, status=-15))
+    for node in ("n1", "n2"):
+        job.feed(api.ProcessesEnded(node=node), 2.0)
+    job.spawn(0, 1, 2, 3)
+
+
+def test_a_restart_has_mended_the_failure_once_an_iteration_is_printed() -> None:
+    job = script(max_restarts=3)
+    job.feed(api.AgentBeat(node="n1", beat=m.Beat(workers=(), met=True)))
+    prints(job, *range(1, 41))
+    restarted(job)
+    assert job.end is None
+    assert job.all(Reconfigured) == []
+    prints(job, 31)
+    prints(job, 32)
+    (mended,) = job.all(Reconfigured)
+    assert (mended.epoch, mended.failures, mended.attempts, mended.action) == (1, (1,), 1, "redo")
+    assert mended.seconds == pytest.approx(mended.park_s + mended.first_iteration_s)
+    restarted(job)
+    restarted(job)
+    prints(job, 41)
+    (_, again) = job.all(Reconfigured)
+    assert (again.epoch, again.failures, again.attempts) == (3, (2, 3), 2)
+    assert [entry.epoch for entry in job.all(IterationCommitted)][-2:] == [0, 3]

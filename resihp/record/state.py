@@ -250,6 +250,8 @@ class JobRecord:
     last_outcome: StepOutcome | None = None
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_ITERATIONS))
     """Seconds that each of the latest iterations took."""
+    committed_before: int = 0
+    """`committed` when the present round began."""
     recovered: int = 0
     """Number of the last failure that a change of plan or a restart has mended; 0 if there is none."""
     recovered_epoch: int = 0
@@ -346,6 +348,7 @@ class JobRecord:
 
     def begin_round(self, number: int) -> None:
         """Forget the processes of the round that has ended, because the ranks of the new round begin at 0."""
+        self.committed_before = self.committed
         self.round, self.restart = number, None
         self.placements, self.workers, self.refused, self.unexplained = [], {}, {}, {}
         for subject in [subject for subject in self.suspects_silent if isinstance(subject, int)]:

@@ -11,13 +11,14 @@ from tests.integration.jobs import Job
 pytest.importorskip("torch")
 
 SCRIPT = """\
-import sys, time
+import os, sys, time
 import torch.distributed as dist
 
 dist.init_process_group("gloo")
 rank, last = dist.get_rank(), dist.get_world_size() - 1
 print("tokenizing", flush=True)
-for i in range(1, 61):
+again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+for i in range(21 if again else 1, 61):
     time.sleep(0.05)
     dist.barrier()
     if rank == last and i % 2 == 0:
@@ -26,6 +27,8 @@ for i in range(1, 61):
               f"iteration (ms): 50.0 | learning rate: 1.0E-04 | lm loss: {loss} | loss scale: 1.0 |")
     if sys.argv[1] == "batches" and rank == 0 and i % 2 == 0:
         print(f"batch {i} of 60: ce={6 / i + 2:.4f}")
+    if sys.argv[1] == "killed" and rank == 0 and i == 41 and not again:
+        os.kill(os.getpid(), 9)
 dist.destroy_process_group()
 """
 
@@ -64,3 +67,18 @@ def test_lines_that_only_the_users_pattern_knows_are_read_and_not_shown_twice(jo
     assert status["iteration_seconds"] == pytest.approx(0.05, rel=0.5), "by the times of the lines"
     assert "batch 60 of 60" in job.stdout
     assert "iteration 60" not in job.stderr
+
+
+def test_iterations_that_a_restart_does_again_count_once(job: Job) -> None:
+    run(job, "killed")
+    assert job.status == 0, job.stderr
+    status = job.ask("status")
+    assert (status["iteration"], status["state"]) == (60, "completed")
+    rows = job.history("iterations")
+    assert [row["iteration"] for row in rows] == list(range(2, 61, 2))
+    assert [row["epoch"] for row in rows] == [0] * 20 + [1] * 10
+    assert "iteration counter of rank 1: 22 of 60, iterations up to 40 are done again" in job.stderr
+    assert "recovered: restart 1, trains again" in job.stderr
+    (failure,) = job.history("failures")
+    assert 0.0 < failure["seconds_to_recover"] < 30.0
+    assert status["lost_seconds"]["fail-stop"] > 10 * 0.05

@@ -72,8 +72,10 @@ def is_stuck(job: Job, reason: str) -> bool:
 
 
 def has_progressed(job: Job, reason: str) -> bool:
-    """Return whether the round that ends for this reason counts as progress: it lasted for a while, and did not end as
-    the round before it."""
+    """Return whether the round that ends for this reason counts as progress: it has printed an iteration beyond those
+    of the rounds before it, or it lasted for a while, and did not end as the round before it."""
+    if job.record.committed > job.record.committed_before:
+        return True
     lasted_s = job.now - job.start.ordered_at
     return lasted_s > FRUITFUL_S and alike(reason) != alike(job.record.last_restart_reason)
 

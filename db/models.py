@@ -115,7 +115,8 @@ class JobRow(LedgerTable):
     journal_seq: Mapped[int] = mapped_column(BigInteger, default=0)
     telemetry_dropped: Mapped[int] = mapped_column(BigInteger, default=0)
     model: Mapped[str | None] = mapped_column(Text)
-    """The trained model as the script declared it, as JSON; null until it is declared."""
+    """The trained model as the script declared it, as JSON; null until it is declared. For a script that does not
+    report to resihp, `iterations` alone: the last iteration as the script printed it, or null."""
     account: Mapped[str | None] = mapped_column(Text)
     """How the job's time was spent (`resihp.db.reading.costs.cost_accounts.Account` as JSON); null until the job is
     over, and in older ledgers."""

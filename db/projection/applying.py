@@ -147,6 +147,8 @@ _APPLY: dict[type, Callable[[Session, models.JobRow, Any, float], None]] = {
     journal.ChangeDecided: _event_only,
     journal.ChangeDeclined: plans.decline_change,
     journal.IterationsUnreported: _event_only,
+    journal.CounterSeen: jobs.see_counter,
+    journal.LossNotFinite: _event_only,
     journal.DrainWaived: _event_only,
     journal.DrainDecided: drains.decide_drain,
     journal.DrainAnswered: drains.record_answer,

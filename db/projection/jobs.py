@@ -115,6 +115,10 @@ def declare_model(session: Session, job: models.JobRow, entry: journal.ModelDecl
             setattr(job, name, stored_text(version) or None)
 
 
+def see_counter(session: Session, job: models.JobRow, entry: journal.CounterSeen, at: float) -> None:
+    job.model = json.dumps({"iterations": entry.goal})
+
+
 def change_coverage(session: Session, job: models.JobRow, entry: journal.CoverageChanged, at: float) -> None:
     job.detector = None if entry.detector == "warming up" else entry.detector
     job.unwatched = json.dumps(entry.unwatched) if entry.unwatched else None

@@ -117,8 +117,17 @@ def why(reader: Reader, job: Row, iteration: int) -> Why:
     near, number = columns_query.where(columns.job_id == job["id"]), columns.iteration
     rows = reader.fetch(near.where(number <= iteration).order_by(number.desc()).limit(NEAR_ITERATIONS + 1))[::-1]
     if not rows or rows[-1]["iteration"] != iteration:
+        # a script may print only every tenth iteration, which then stands for those before it
+        following = reader.fetch(near.where(number > iteration, columns.tokens == 0).order_by(number).limit(1))
+        if following:
+            return why(reader, job, following[0]["iteration"])
         extremes = select(func.min(columns.iteration).label("first"), func.max(columns.iteration).label("last"))
         [extremes_of_job] = reader.fetch(extremes.where(columns.job_id == job["id"]))
+        if extremes_of_job["last"] is None and job["model"] is None:
+            raise UsageError(
+                f"iteration {iteration}: no iteration of job {job['name']} is known: its script does not report to "
+                "resihp, and prints none that resihp reads; [progress] pattern reads others"
+            )
         committed = (
             "none" if extremes_of_job["last"] is None else f"{extremes_of_job['first']} to {extremes_of_job['last']}"
         )

@@ -38,9 +38,12 @@ class WatchedRows(NamedTuple):
 
 
 def read(reader: Reader, job: Row) -> WatchedRows:
-    """Read the rows of a job; `job` is its row. Takes six statements, seven while the job runs."""
+    """Read the rows of a job; `job` is its row. Takes six statements, seven while the job runs, and one more
+    without plans."""
     number = job["id"]
     plans, reconfigurations = _plans(reader, number)
+    if not plans:  # a script that does not report to resihp has restarts, but no plans
+        reconfigurations = reader.narrow("reconfigurations", number)
     return WatchedRows(
         plans=plans,
         reconfigurations=reconfigurations,

@@ -14,8 +14,8 @@ the next · `planning` the choice of a plan and of the state it starts from · `
 `iterations` commits · `failures` losses · `joins` processes that join · `watchdog` silence and timeouts · `expectation`
 healthy iteration times · `slowness` slow devices and links · `probing` probes · `standings` operators' questions to the
 detector · `fault_injection` injected faults · `shutdown` requests to stop · `upkeep` the nodes ·
-`replacements` new nodes · `ahead` plans made in advance · `takeover` the start of a new supervisor · `incidents` root
-causes · `endings` the end of the job.
+`replacements` new nodes · `printed_iterations` scripts that do not report · `ahead` plans made in advance ·
+`takeover` the start of a new supervisor · `incidents` root causes · `endings` the end of the job.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from resihp.controller.fail_stop.onsets import Commit
 from resihp.controller.interface import AnyAction, AnyEvent, Dependencies
 from resihp.controller.nodes import drains, replacements, reservations, upkeep
 from resihp.controller.rounds import restarts
+from resihp.controller.scripts import printed_iterations
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member
 from resihp.controller.state.transitions import Transition
@@ -173,6 +174,8 @@ def _handle(job: Job, event: AnyEvent) -> None:
             restarts.node_ended(job, event.node)
         case api.WorkerSaid():
             _said(job, event)
+        case api.WorkerPrinted():
+            printed_iterations.printed(job, event.printed)
         case api.InjectAsked() | api.StandingAsked() | api.StopAsked() | api.CheckpointAsked():
             _requested(job, event)
         case api.CheckpointLost():

@@ -25,7 +25,7 @@ from resihp.parallelism.plan import Plan
 from resihp.parallelism.transfers import Move, moves
 from resihp.pipeline import checker
 from resihp.protocol.inventory import NodeInventory as Machine
-from resihp.protocol.messages import Beat, Clue, Inventory, Speed, WorkerMessage, WorkerOrder
+from resihp.protocol.messages import Beat, Clue, Inventory, Printed, Speed, WorkerMessage, WorkerOrder
 from resihp.record.journal import AnyEntry
 from resihp.scheduler.situation import Decision, Situation
 from resihp.settings import Detection
@@ -130,6 +130,12 @@ class ProcessesEnded(Event, frozen=True, kw_only=True):
 class WorkerSaid(Event, frozen=True, kw_only=True):
     rank: int
     message: WorkerMessage
+
+
+class WorkerPrinted(Event, frozen=True, kw_only=True):
+    """A rank of a script that does not report to resihp has printed iterations (`messages.Printed`)."""
+
+    printed: Printed
 
 
 class InjectAsked(Event, frozen=True, kw_only=True):
@@ -287,6 +293,7 @@ AnyEvent = (
     | WorkerExited
     | ProcessesEnded
     | WorkerSaid
+    | WorkerPrinted
     | InjectAsked
     | StandingAsked
     | StopAsked

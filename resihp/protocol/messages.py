@@ -23,6 +23,7 @@ module decides nothing.
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from typing import Literal
 
@@ -35,6 +36,9 @@ from resihp.parallelism.plan import Plan
 from resihp.parallelism.transfers import Base
 from resihp.protocol.inventory import NodeInventory as Machine
 from resihp.protocol.inventory import Software
+
+NO_DIGEST = "0" * 16
+"""Value of `StepOutcome.samples_digest` if the samples are not known."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -71,6 +75,32 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
     save: bool = False
     """Whether at least one rank was ordered to write a checkpoint of this iteration (`SaveNext`); if so, all ranks
     do."""
+
+    @classmethod
+    def printed(cls, iteration: int, loss: float | None) -> StepOutcome:
+        """Return what is known of an iteration that a script has printed: an unknown loss is NaN, and so are the other
+        figures; counts are 0."""
+        return cls(
+            iteration=iteration,
+            clip=1.0,
+            skip=False,
+            learning_rate=math.nan,
+            gradient_norm=math.nan,
+            loss=math.nan if loss is None else loss,
+            tokens=0,
+            sum_squared_lengths=0,
+            samples=0,
+            samples_digest=NO_DIGEST,
+        )
+
+    @property
+    def is_printed(self) -> bool:
+        """Whether the outcome is `printed`, so that only its iteration and perhaps its loss are known."""
+        return not self.tokens and self.samples_digest == NO_DIGEST
+
+    @property
+    def loss_is_unknown(self) -> bool:
+        return self.is_printed and math.isnan(self.loss)
 
 
 # --- rendezvous: worker <-> agent <-> supervisor -----------------------------------------------------------------
@@ -678,6 +708,28 @@ class WorkerBeat(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float | None = None
 
 
+class PrintedFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """An iteration that a script has printed as complete. `seconds`: duration of one iteration, a mean if lines were
+    combined; None if unknown. `loss`: None if not printed; may be NaN or infinite."""
+
+    iteration: int
+    seconds: float | None = None
+    loss: float | None = None
+
+
+class Printed(Message, frozen=True, kw_only=True):
+    """Report the new iterations on the output of one rank, for a script that has not sent `Declare`.
+
+    The agent reads rank 0 and the last rank, once a second. A script that prints more than
+    `resihp.detector.console.condensing.MAX_FIGURES` iterations in this time has several of them combined. `goal`: last
+    iteration of the script; None if not printed.
+    """
+
+    rank: int
+    figures: tuple[PrintedFigures, ...]
+    goal: int | None = None
+
+
 class Beat(Message, frozen=True, kw_only=True):
     """Heartbeat of an agent, sent once a second, with the progress of all its workers. So the cost grows with the
     number of nodes, not of devices.
@@ -692,7 +744,18 @@ class Beat(Message, frozen=True, kw_only=True):
 
 
 AgentMessage = (
-    Join | Inventory | Spawned | SpawnFailed | Exited | RoundEnded | FromWorker | Beat | Signalled | Attend | Publish
+    Join
+    | Inventory
+    | Spawned
+    | SpawnFailed
+    | Exited
+    | RoundEnded
+    | FromWorker
+    | Printed
+    | Beat
+    | Signalled
+    | Attend
+    | Publish
 )
 
 

@@ -109,7 +109,8 @@ def explain(entry: journal.AnyEntry, mended: RecoveryTimes | None = None) -> str
     """
     if isinstance(entry, journal.Reconfigured):
         return _reconfigured(entry, mended)
-    text = _job(entry) or _member(entry) or _plan(entry) or _trouble(entry) or _maintenance(entry)
+    kinds = (_job, _member, _plan, _iteration, _trouble, _maintenance)
+    text = next((words for describe in kinds if (words := describe(entry))), None)
     assert text is not None, f"{type(entry).__name__}: no words for it"
     return text
 
@@ -175,7 +176,7 @@ def _member(entry: journal.AnyEntry) -> str | None:
 
 
 def _plan(entry: journal.AnyEntry) -> str | None:
-    """Describe entries about plans and iterations."""
+    """Describe entries about plans."""
     match entry:
         case journal.PlanDecided():
             plan = entry.plan
@@ -204,14 +205,30 @@ def _plan(entry: journal.AnyEntry) -> str | None:
             places += ["measured times"] if entry.tuned else []
             places += ["a search"] if entry.found else []
             return f"change of plan because of {', '.join(places)}: {entry.reason}"
+        case _:
+            return None
+
+
+def _iteration(entry: journal.AnyEntry) -> str | None:
+    """Describe entries about iterations."""
+    match entry:
         case journal.IterationCommitted():
-            return f"iteration {entry.outcome.iteration}: committed, loss {entry.outcome.loss:.4f}"
+            loss = "" if entry.outcome.loss_is_unknown else f", loss {entry.outcome.loss:.4f}"
+            return f"iteration {entry.outcome.iteration}: committed{loss}"
         case journal.EvaluationDone():
             return f"iteration {entry.iteration}: validation loss {entry.loss:.4f}"
         case journal.IterationsPacked():
             return f"iterations {entry.first} to {entry.last}: committed"
         case journal.IterationsUnreported():
             return f"iterations {entry.first} to {entry.last}: done while no supervisor led, their figures are lost"
+        case journal.CounterSeen():
+            counter = f"iteration counter of rank {entry.rank}: {entry.iteration}"
+            counter += f" of {entry.goal}" if entry.goal else ""
+            if entry.iteration > entry.furthest:
+                return f"{counter}, read from its output"
+            return f"{counter}, iterations up to {entry.furthest} are done again"
+        case journal.LossNotFinite():
+            return f"iteration {entry.iteration}: rank {entry.rank} printed the loss {entry.loss}"
         case _:
             return None
 

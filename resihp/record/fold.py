@@ -6,6 +6,7 @@ decisions, and by any other reader of a journal. It makes no decision and knows 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 
@@ -14,6 +15,7 @@ from resihp.record.journal import (
     AnyEntry,
     ChangeDecided,
     CheckpointCommitted,
+    CounterSeen,
     CoverageChanged,
     DrainAnswered,
     DrainDecided,
@@ -30,6 +32,7 @@ from resihp.record.journal import (
     JobStarted,
     JoinRefused,
     LeaderChosen,
+    LossNotFinite,
     ModelDeclared,
     NodeJoined,
     NodeLost,
@@ -39,6 +42,7 @@ from resihp.record.journal import (
     PlanRefused,
     PlanWithdrawn,
     ProbesTaken,
+    Reconfigured,
     ReplacementAsked,
     ReplacementChanged,
     RestartDecided,
@@ -90,7 +94,7 @@ def apply(record: JobRecord, entry: AnyEntry) -> None:
             _plans(record, entry)
         case IterationCommitted() | IterationsPacked() | IterationsUnreported():
             _progress(record, entry)
-        case CheckpointCommitted() | EvaluationDone():
+        case CheckpointCommitted() | EvaluationDone() | CounterSeen() | LossNotFinite():
             _progress(record, entry)
         case FailureFound(kind="fail-slow") | FailureEnded() | ProbesTaken():
             _speeds(record, entry)
@@ -104,6 +108,8 @@ def apply(record: JobRecord, entry: AnyEntry) -> None:
             _maintenance(record, entry)
         case ReplacementAsked() | ReplacementChanged():
             _replacement(record, entry)
+        case Reconfigured():
+            record.recovered, record.recovered_epoch = max((record.recovered, *entry.failures)), entry.epoch
         case CoverageChanged():
             record.detector, record.unwatched = entry.detector, entry.unwatched
         case JobSignalled():
@@ -183,6 +189,9 @@ def _plans(
         case ModelDeclared():
             record.trains = entry.declare
             record.goal = entry.declare.iterations
+            if record.counter is not None:  # the script printed iterations of something else before
+                record.counter, record.committed, record.last_outcome = None, 0, None
+                record.recent.clear()
             record.committed = max(record.committed, entry.declare.resume_from)
         case PlanDecided():
             record.decided = entry.plan
@@ -218,7 +227,13 @@ def _plans(
 
 def _progress(
     record: JobRecord,
-    entry: IterationCommitted | IterationsPacked | IterationsUnreported | CheckpointCommitted | EvaluationDone,
+    entry: IterationCommitted
+    | IterationsPacked
+    | IterationsUnreported
+    | CheckpointCommitted
+    | EvaluationDone
+    | CounterSeen
+    | LossNotFinite,
 ) -> None:
     match entry:
         case IterationCommitted():
@@ -226,12 +241,19 @@ def _progress(
             record.last_outcome = entry.outcome
             if entry.seconds is not None:
                 record.recent.append(entry.seconds)
+            if math.isfinite(entry.outcome.loss):
+                record.loss_not_finite = 0
         case IterationsUnreported() | IterationsPacked():  # `journal_file.LEFT_UNPACKED` others follow packed ones
             record.committed = entry.last
         case CheckpointCommitted():
             record.checkpointed = max(record.checkpointed, entry.iteration)
         case EvaluationDone():
             record.evaluated = max(record.evaluated, entry.iteration)
+        case CounterSeen():
+            record.counter = entry
+            record.goal = entry.goal or 0
+        case LossNotFinite():
+            record.loss_not_finite = entry.iteration
 
 
 # --- failures -----------------------------------------------------------------------------------------------------

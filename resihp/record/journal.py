@@ -206,7 +206,12 @@ class PlanDecided(Entry, frozen=True, kw_only=True):
 
 class IterationCommitted(Entry, frozen=True, kw_only=True):
     """An iteration was committed. `seconds`: its duration on the slowest rank, for the attempt that counted; None if no
-    rank survived to report it."""
+    rank survived to report it.
+
+    For a script that does not report to resihp (`StepOutcome.is_printed`): an iteration that it has printed as
+    complete, with the mean duration of an iteration. The entry also stands for the iterations since the entry before,
+    because a script may print every tenth iteration.
+    """
 
     epoch: int
     outcome: StepOutcome
@@ -427,6 +432,9 @@ class Reconfigured(Entry, frozen=True, kw_only=True):
     held the state of both layouts. `action` "between": ranks parked between two iterations, so no work was in progress.
     `planning_s`: the part of `plan_s` before any rank could be told the plan; None in legacy journals, or if not
     measured.
+
+    Also the restart of a script that does not report to resihp: `epoch` is then the number of the restart, `action` is
+    "redo", `park_s` the time until its processes had ended, and `first_iteration_s` that until it printed an iteration.
     """
 
     epoch: int
@@ -544,6 +552,29 @@ class IterationsPacked(Entry, frozen=True, kw_only=True):
     def last(self) -> int:
         """The last iteration that the entry stands for."""
         return self.first + self.count - 1
+
+
+class CounterSeen(Entry, frozen=True, kw_only=True):
+    """The iterations of a script that does not report to resihp are read from the output of `rank`.
+
+    Written when its iteration counter is first seen, when its goal changes, and when the counter goes back: after a
+    restart, iterations up to `furthest` are done again, and are not committed again. Until the counter has passed
+    `furthest`, it is written again every half minute. `goal`: the last iteration of the script; None if not printed.
+    """
+
+    rank: int
+    iteration: int
+    furthest: int = 0
+    goal: int | None = None
+
+
+class LossNotFinite(Entry, frozen=True, kw_only=True):
+    """A script that does not report to resihp has printed a loss that is NaN or infinite; the loss before was finite,
+    or unknown."""
+
+    rank: int
+    iteration: int
+    loss: str
 
 
 class ModelDeclared(Entry, frozen=True, kw_only=True):
@@ -718,6 +749,8 @@ AnyEntry = (
     | JoinRefused
     | IterationsUnreported
     | IterationsPacked
+    | CounterSeen
+    | LossNotFinite
     | ModelDeclared
     | LeaderChosen
     | JobSignalled

@@ -13,7 +13,15 @@ from typing import Literal, NamedTuple
 
 from resihp.parallelism.plan import Plan
 from resihp.protocol.messages import Declare, Speed, StepOutcome
-from resihp.record.journal import ChangeDecided, Diagnosed, JobEnded, JobSignalled, RestartDecided, Suspected
+from resihp.record.journal import (
+    ChangeDecided,
+    CounterSeen,
+    Diagnosed,
+    JobEnded,
+    JobSignalled,
+    RestartDecided,
+    Suspected,
+)
 
 Device = tuple[str, int]
 """(node, index of the device on the node)."""
@@ -242,6 +250,17 @@ class JobRecord:
     last_outcome: StepOutcome | None = None
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_ITERATIONS))
     """Seconds that each of the latest iterations took."""
+    committed_before: int = 0
+    """`committed` when the present round began."""
+    recovered: int = 0
+    """Number of the last failure that a change of plan or a restart has mended; 0 if there is none."""
+    recovered_epoch: int = 0
+    """Epoch of the last change of plan that was completed, or number of the last restart."""
+    counter: CounterSeen | None = None
+    """The iteration counter of a script that does not report to resihp; None if none was seen. `committed` is then the
+    furthest iteration that it has printed, and `goal` its goal, 0 if not printed."""
+    loss_not_finite: int = 0
+    """First iteration of such a script since which no finite loss was printed; 0 if there is none."""
     evaluated: int = 0
     """Last iteration after which the weights were evaluated; 0 if there is none."""
     checkpointed: int = 0
@@ -329,6 +348,7 @@ class JobRecord:
 
     def begin_round(self, number: int) -> None:
         """Forget the processes of the round that has ended, because the ranks of the new round begin at 0."""
+        self.committed_before = self.committed
         self.round, self.restart = number, None
         self.placements, self.workers, self.refused, self.unexplained = [], {}, {}, {}
         for subject in [subject for subject in self.suspects_silent if isinstance(subject, int)]:

@@ -31,7 +31,7 @@ from resihp.process import Orphans, adopt_orphans, inherited_socket, name_proces
 from resihp.protocol import messages as m
 from resihp.settings import SCRIPT_ALONE_S
 from resihp.wrapper.agent import inventory
-from resihp.wrapper.agent.log_mirror import LogMirror, print_to
+from resihp.wrapper.agent.logs.log_mirror import LogMirror, print_to
 from resihp.wrapper.agent.peers import Peers
 from resihp.wrapper.agent.succession.journal_copy import Replica, local_place
 from resihp.wrapper.agent.supervisor_link import LeaderLink

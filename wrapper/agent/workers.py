@@ -25,6 +25,7 @@ from resihp.protocol.framing import decode, encode
 from resihp.worker.forkserver import Ended, Fork, Forked, NotForked
 from resihp.wrapper.agent.exit_clues import KernelClues, last_words_within
 from resihp.wrapper.agent.idleness import Idleness
+from resihp.wrapper.agent.logs.script_output import ScriptOutput
 from resihp.wrapper.agent.rendezvous import Relay
 from resihp.wrapper.agent.sockets import ForkServerLink, WorkerPipe
 from resihp.wrapper.agent.worker_environment import arguments_of, environment_of
@@ -76,6 +77,7 @@ class Workers:
         self._rendezvous = Relay(send, self._hand_to)
         self._kernel = KernelClues()
         self._idleness = Idleness()
+        self._output = ScriptOutput(send, request.progress_pattern)
         self._newest_epoch = 0
         self._place = KeptPort()
         self._is_first = self._declared = self._met = False
@@ -178,6 +180,7 @@ class Workers:
         return self._met
 
     def beat(self) -> m.Beat:
+        self._output.look()
         now = time.monotonic()
         return m.Beat(
             met=self._have_met(),
@@ -231,6 +234,7 @@ class Workers:
         log = self._logs / f"{self._node}.rank{rank}.log"
         pipe = WorkerPipe(ours, lambda body: self._receive(rank, body))
         self._workers[rank] = Worker(start, pipe, beat_at=time.monotonic(), log_begin=size_of(log))
+        self._output.follow(start, log, self._workers[rank].log_begin)
         self._idle.clear()
         pipe.send(encode(start))
         self._forks.fork(
@@ -263,6 +267,7 @@ class Workers:
             if label.type == m.Declare.__name__ and not self._declared:
                 self._declared = True
                 self._place.close()
+                self._output.close()
             worker.record.add_report(label, body)
             self._send(m.FromWorker(rank=rank, body=body))
 
@@ -288,7 +293,7 @@ class Workers:
         self._exits.append((rank, status))
         if rank == 0 and status and not self._have_met() and not self._declared:
             self._place.watch()  # other ranks may wait for it there
-        if status == 0:
+        if status == 0 and not self._output.follows(rank):
             self._send(m.Exited(rank=rank, pid=pid, status=status))
             return
         report = asyncio.get_running_loop().create_task(self._report_exit(rank, pid, status, log_begin))
@@ -296,9 +301,13 @@ class Workers:
         report.add_done_callback(self._exit_reports.discard)
 
     async def _report_exit(self, rank: int, pid: int, status: int, log_begin: int) -> None:
-        """Report an exit with clues to its cause. A hung file system delays the report by at most `CLUES_TIMEOUT_S`."""
-        log = self._logs / f"{self._node}.rank{rank}.log"
-        clues = await last_words_within(CLUES_TIMEOUT_S, log, self._kernel, log_begin)
+        """Report an exit, after the process's last output, and with clues to the cause of a failure. A hung file system
+        delays the report by at most twice `CLUES_TIMEOUT_S`."""
+        await self._output.last_look(rank, CLUES_TIMEOUT_S)
+        clues: tuple[m.Clue, ...] = ()
+        if status:
+            log = self._logs / f"{self._node}.rank{rank}.log"
+            clues = await last_words_within(CLUES_TIMEOUT_S, log, self._kernel, log_begin)
         self._send(m.Exited(rank=rank, pid=pid, status=status, clues=clues))
 
     def _forget(self, rank: int) -> None:
@@ -383,6 +392,7 @@ class Workers:
             await self._until_idle(REAP_S)
         if self._exit_reports:
             await asyncio.wait(self._exit_reports, timeout=REAP_S)
+        self._output.close()
         self._forks.close()
         await self._forks.gone(REAP_S)
         self._place.close()

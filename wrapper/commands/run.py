@@ -201,6 +201,7 @@ def make_request(checked: Checked, options: Options) -> RunRequest:
         run=run_of(checkpoints, resumed=resumption is not None, earlier=checked.restart.run),
         ledger_url=configuration.ledger.url,
         ledger_keep_s=configuration.ledger.keep,
+        progress_pattern=configuration.progress.pattern,
         restart_count=restart_count,
         host=of_slurm.address if of_slurm else "127.0.0.1",
         ports=values.ports_of(configuration.slurm.ports) if of_slurm else None,

@@ -110,6 +110,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     resume: bool
     ledger_url: str
     restart_count: int
+    progress_pattern: str = ""
+    """Value of `[progress] pattern`; empty if not set."""
     ledger_keep_s: float | None = None
     """Value of `[ledger] keep`, in seconds; None to keep everything for ever."""
     host: str = "127.0.0.1"

@@ -29,6 +29,7 @@ from pydantic_settings import (
 
 from resihp.settings import PlannerName, Settings
 from resihp.wrapper.config import values
+from resihp.wrapper.config.line_pattern import line_pattern
 
 ENV_PREFIX = "RESIHP_"
 ENV_SEPARATOR = "__"
@@ -177,6 +178,15 @@ class CheckpointSection(Section):
     """Number of complete checkpoints to keep."""
     folder: str = ""
     """Folder for checkpoints; the job's own folder by default."""
+
+
+class ProgressSection(Section):
+    """[progress]: how the iterations of a script that does not use `resihp.Trainer` are read from its output."""
+
+    pattern: Annotated[str, AfterValidator(line_pattern)] = ""
+    """Regular expression for the lines that the script prints for each iteration, or every few, where resihp does not
+    know them by itself: with a group `iteration`, and perhaps `goal`, `loss`, `seconds` (of one iteration), as
+    `'batch (?P<iteration>\\d+) of (?P<goal>\\d+) ce=(?P<loss>\\S+)'`."""
 
 
 class LedgerSection(Section):
@@ -349,6 +359,7 @@ class Configuration(BaseSettings):
     job: JobSection = JobSection()
     layout: LayoutSection = LayoutSection()
     adapt: AdaptSection = AdaptSection()
+    progress: ProgressSection = ProgressSection()
     detect: DetectSection = DetectSection()
     checkpoint: CheckpointSection = CheckpointSection()
     ledger: LedgerSection = LedgerSection()

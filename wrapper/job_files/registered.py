@@ -99,8 +99,11 @@ def note_end(job: OurJob, exit_code: int | None = None) -> registry.KnownJob | N
                     figures |= {"nodes": nodes, "gpus_per_node": gpus}
                 case journal.ModelDeclared(declare=declare):
                     figures |= {"target": declare.iterations, "iterations": declare.resume_from}
+                case journal.CounterSeen(goal=goal):
+                    figures |= {"target": goal or 0}
                 case journal.IterationCommitted(outcome=outcome):
-                    figures |= {"iterations": outcome.iteration, "loss": outcome.loss, "last_iteration_at": record.at}
+                    loss = None if outcome.loss_is_unknown else outcome.loss
+                    figures |= {"iterations": outcome.iteration, "loss": loss, "last_iteration_at": record.at}
                 case journal.JobEnded(state=state, exit_code=code):
                     figures |= {"state": state, "exit_code": code, "ended_at": record.at}
         if decided.shown_plan is not None:

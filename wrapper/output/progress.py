@@ -31,6 +31,10 @@ STUCK_FACTOR = 5
 """A job looks stuck after this many times the longest of its last pauses. Pauses include evaluations, checkpoints and
 recoveries."""
 MIN_STUCK_S = 60.0
+NO_ITERATION_KNOWN = (
+    "no iteration is known; of a script without resihp.Trainer, resihp knows those that it prints ([progress] pattern)"
+)
+"""Words for a job without committed iterations, which may have had some."""
 
 
 class Goal(msgspec.Struct, frozen=True):
@@ -59,15 +63,15 @@ def progress(goal: Goal, iterations: Sequence[Row], now: datetime, *, running: b
     """
     last = iterations[-1] if iterations else None
     recent = iterations[-RECENT_ITERATIONS:]
-    pauses = _pauses(recent)
-    pace_s = _pace_s(pauses) if pauses else last["seconds"] if last else None
+    pace_s = _pace_of(recent)
+    tokens = statistics.fmean(row["tokens"] for row in recent) if recent else 0.0
     values: Row = {
         "iteration": last["iteration"] if last else goal.resume_from,
         "loss": last["loss"] if last else None,
         "target": goal.iterations,
         "last_iteration_at": last["finished_at"] if last else None,
         "seconds_since_iteration": None,
-        "tokens_per_second": statistics.fmean(row["tokens"] for row in recent) / pace_s if pace_s else None,
+        "tokens_per_second": tokens / pace_s if tokens and pace_s else None,
         "eta_seconds": None,
         "stuck": False,
     }
@@ -113,10 +117,26 @@ def longest_s(recent: Sequence[Row]) -> float:
     return max(MIN_STUCK_S, STUCK_FACTOR * usual_s)
 
 
-def _pace_s(pauses: Sequence[float]) -> float:
-    """Return the pace in seconds: the median of the means of neighbouring pauses."""
-    width = min(AVERAGED_PAUSES, (len(pauses) + 1) // 2)
-    return statistics.median(statistics.fmean(pauses[n : n + width]) for n in range(len(pauses) - width + 1))
+def _pace_of(recent: Sequence[Row]) -> float | None:
+    """Return the seconds from one iteration to the next, pauses included; None before the first iteration."""
+    if len(recent) < 2:
+        return recent[0]["seconds"] if recent else None
+    paces = [pause / _iterations(a, b) for pause, (a, b) in zip(_pauses(recent), pairwise(recent), strict=True)]
+    if any(row["tokens"] for row in recent):
+        return _pace_s(paces)
+    # as a script has printed them, which are read together, once a second
+    return max(_pace_s(paces), statistics.median(row["seconds"] or 0.0 for row in recent))
+
+
+def _pace_s(paces: Sequence[float]) -> float:
+    """Return the pace in seconds: the median of the means of neighbouring iterations."""
+    width = min(AVERAGED_PAUSES, (len(paces) + 1) // 2)
+    return statistics.median(statistics.fmean(paces[n : n + width]) for n in range(len(paces) - width + 1))
+
+
+def _iterations(before: Row, row: Row) -> int:
+    """Return the number of iterations that a row stands for: a script may print only every tenth."""
+    return max(int(row["iteration"]) - int(before["iteration"]), 1)
 
 
 def _pauses(recent: Sequence[Row]) -> list[float]:

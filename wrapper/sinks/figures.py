@@ -244,6 +244,7 @@ def _committed(figures: Figures, entry: journal.IterationCommitted, at: float) -
     """Count one iteration. Times are rounded to microseconds, as in packed records, so that no counter goes back when a
     later supervisor reads the packed records instead."""
     at = round(at * 1e6) / 1e6
+    stands_for = _iterations_of(figures, entry)
     if entry.seconds is None:
         figures.untimed += 1
     else:
@@ -253,10 +254,10 @@ def _committed(figures: Figures, entry: journal.IterationCommitted, at: float) -
         figures.seconds_us += micros
         figures.buckets[bisect_left(BUCKETS_S, seconds)] += 1
         passed_s = None if figures.committed_at is None else at - figures.committed_at
-        counted_us = micros
+        counted_us = stands_for * micros
         if passed_s is not None and passed_s >= 0.0:
             same = entry.epoch == figures.committed_epoch
-            counted_us = round(figures.counting.of(seconds, passed_s, same_plan=same) * 1e6)
+            counted_us = round(figures.counting.of(stands_for * seconds, passed_s, same_plan=same) * 1e6)
         elif passed_s is not None and figures.began_at is not None:
             figures.began_at += passed_s - seconds
         figures.known_us += counted_us
@@ -264,11 +265,19 @@ def _committed(figures: Figures, entry: journal.IterationCommitted, at: float) -
     if figures.began_at is None:
         figures.began_at = at - (entry.seconds or 0.0)
     figures.committed_at, figures.committed_epoch = at, entry.epoch
-    figures.iterations += 1
+    figures.iterations += stands_for
     figures.iteration = entry.outcome.iteration
     figures.tokens += entry.outcome.tokens
-    figures.loss = entry.outcome.loss
+    figures.loss = None if entry.outcome.loss_is_unknown else entry.outcome.loss
     figures.last_seconds, figures.predicted_seconds = entry.seconds, entry.predicted_seconds
+
+
+def _iterations_of(figures: Figures, entry: journal.IterationCommitted) -> int:
+    """Return how many iterations an entry stands for: of a script that prints only some of them, those since the entry
+    before."""
+    if not entry.outcome.is_printed or figures.committed_at is None:
+        return 1
+    return max(entry.outcome.iteration - figures.iteration, 1)
 
 
 def _all_committed(figures: Figures, record: journal.Record, entry: journal.IterationsPacked) -> None:

@@ -36,10 +36,12 @@ def after(progress: ProgressFile, record: journal.Record) -> ProgressFile:
             return msgspec.structs.replace(progress, nodes=entry.nodes, gpus_per_node=entry.gpus_per_node)
         case journal.ModelDeclared(declare=declare):
             return msgspec.structs.replace(progress, target=declare.iterations, resumed_from=declare.resume_from)
+        case journal.CounterSeen(goal=goal):
+            return msgspec.structs.replace(progress, target=goal)
         case journal.IterationCommitted(outcome=outcome) as entry:
             last = LastIteration(
                 iteration=outcome.iteration,
-                loss=outcome.loss,
+                loss=None if outcome.loss_is_unknown else outcome.loss,
                 tokens=outcome.tokens,
                 seconds=entry.seconds,
                 finished_at=record.at,

@@ -6,6 +6,7 @@ Listens to the journal (`resihp.wrapper.sinks.fanout`) and writes in a separate 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,11 +43,11 @@ def scalars(figures: Figures, record: journal.Record) -> Iterator[Scalar]:
         "learning_rate": values.learning_rate,
         "iteration/seconds": entry.seconds,
         "iteration/predicted_seconds": entry.predicted_seconds,
-        "iteration/tokens_per_second": values.tokens / entry.seconds if entry.seconds else None,
+        "iteration/tokens_per_second": values.tokens / entry.seconds if entry.seconds and values.tokens else None,
         "goodput": figures.goodput(record.at),
     }
     for tag, value in named_values.items():
-        if value is not None:
+        if value is not None and not (values.is_printed and math.isnan(value)):  # then it is unknown
             yield tag, value, step, record.at
 
 

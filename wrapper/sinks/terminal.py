@@ -97,6 +97,7 @@ class LiveView:
         """Ranks whose processes are stopped (SIGSTOP), by node, from the last heartbeat of each node."""
         self._last: journal.IterationCommitted | None = None
         self._last_at = 0.0
+        self._counter: journal.CounterSeen | None = None
         self._next, self._goal = 1, 0
         self._event = ""
         self._printed_at = float("-inf")
@@ -134,6 +135,7 @@ class LiveView:
         """Show a journal record that has just been written."""
         entry = record.entry
         self._dirty = True
+        went_back = self._went_back(entry)
         self._follow(record)
         match entry:
             case journal.ModelDeclared():
@@ -145,6 +147,8 @@ class LiveView:
                 self._show_idle_gpus()
             case journal.IterationCommitted():
                 self._committed()
+            case journal.CounterSeen() if went_back:
+                self._line(explain(entry), _STYLES["notice"])
             case journal.FailureFound():
                 self._always = ITERATIONS_AFTER_FAILURE
                 self._line(explain(entry), _STYLES["warning"])
@@ -170,8 +174,16 @@ class LiveView:
                 self._next = entry.next_iteration
             case journal.IterationCommitted():
                 self._last, self._last_at = entry, record.at
+            case journal.CounterSeen():
+                self._counter = entry
             case _:
                 pass
+
+    def _went_back(self, entry: journal.AnyEntry) -> bool:
+        """Return whether the iteration counter of a script has just gone back, so that iterations are done again."""
+        if not isinstance(entry, journal.CounterSeen) or self._counter is None or entry.iteration > entry.furthest:
+            return False
+        return entry.furthest > self._counter.furthest or entry.iteration <= self._counter.iteration
 
     @_quiet
     def report(self, rank: int, stepped: Stepped) -> None:
@@ -289,7 +301,7 @@ class LiveView:
         """Describe a recovery: the total time since the failure, as in `JobHistory.recovery`, and the time of each
         phase."""
         plan = self._history.shown_plan
-        layout = plan.description if plan is not None else f"epoch {entry.epoch}"
+        layout = plan.description if plan is not None else f"restart {entry.epoch}"
         after_last_iteration = 0 < self._goal < self._next
         iteration = {
             "redo": "the last evaluation redone" if after_last_iteration else f"iteration {self._next} redone",
@@ -312,6 +324,11 @@ class LiveView:
         ]
         whole = f"{duration(without_s)} after {since}{' was noticed' if len(entry.failures) == 1 else ''}"
         alone = ""
+        if plan is None:  # of a script that does not report to resihp
+            phases, iteration = (
+                [("ended in", entry.park_s), ("first iteration", entry.first_iteration_s)],
+                "trains again",
+            )
         if mended is not None and mended.noticed_after is not None:
             whole = f"{duration(mended.seconds_to_recover)} after {since}"
             phases.insert(0, ("noticed after", mended.noticed_after))
@@ -327,7 +344,10 @@ class LiveView:
             self._show_last()
 
     def _show_last(self) -> None:
-        """Show the last iteration unless it was shown already, with the time of its commit, which may be long ago."""
+        """Show the last iteration unless it was shown already, with the time of its commit, which may be long ago. What
+        rank 0 has printed itself is not shown again."""
+        if self._counter is not None and self._counter.rank == 0:
+            return
         if self._last is not None and self._printed != self._last.outcome.iteration:
             self._printed = self._last.outcome.iteration
             self._printed_at = self._clock()
@@ -372,9 +392,13 @@ class LiveView:
 def iteration_line(entry: journal.IterationCommitted) -> str:
     """Format a committed iteration: `iteration 12  loss 4.0312  18.2k tokens/s  0.45 s`."""
     outcome = entry.outcome
-    parts = [f"iteration {outcome.iteration}", f"loss {outcome.loss:.4f}"]
+    parts = [f"iteration {outcome.iteration}"]
+    if not outcome.loss_is_unknown:
+        parts.append(f"loss {outcome.loss:.4f}")
+    if entry.seconds and not outcome.is_printed:
+        parts.append(f"{count(outcome.tokens / entry.seconds)} tokens/s")
     if entry.seconds:
-        parts += [f"{count(outcome.tokens / entry.seconds)} tokens/s", duration(entry.seconds)]
+        parts.append(duration(entry.seconds))
     if outcome.skip:
         parts.append("step skipped, gradients not finite")
     return "  ".join(parts)

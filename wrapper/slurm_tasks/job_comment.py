@@ -32,7 +32,8 @@ class JobProgress:
 def after(course: JobProgress, entry: journal.AnyEntry) -> JobProgress:
     match entry:
         case journal.IterationCommitted():
-            return replace(course, iteration=entry.outcome.iteration, loss=entry.outcome.loss)
+            loss = None if entry.outcome.loss_is_unknown else entry.outcome.loss
+            return replace(course, iteration=entry.outcome.iteration, loss=loss)
         case journal.NodeLost():
             return replace(course, nodes_lost=course.nodes_lost + 1)
         case journal.JobEnded():

@@ -2,7 +2,8 @@
 
 The clock starts with the first committed iteration and never goes back: if the ledger's clock went back between two
 commits, the later iteration counts as if it had followed at once. An iteration of unknown duration counts with the
-median duration. If rows were thinned, a row represents the iterations removed before it.
+median duration. If rows were thinned, a row represents the iterations removed before it. A script that does not report
+to resihp may print only some iterations; then a row, which has no tokens, represents those before it as well.
 """
 
 from __future__ import annotations
@@ -172,10 +173,10 @@ def _ends_and_seconds(iterations: Sequence[Row]) -> tuple[list[float], list[floa
             passed = (row["finished_at"] - former["finished_at"]).total_seconds()
             whole = behind * seconds
             at += passed if passed >= 0.0 else whole
-            if behind > 1:
+            if behind > 1 and row["tokens"]:
                 seconds = whole if passed < 0.0 else min(whole, passed)
             elif passed >= 0.0:
-                seconds = counts.of(seconds, passed, same_plan=row["epoch"] == former["epoch"])
+                seconds = counts.of(whole, passed, same_plan=row["epoch"] == former["epoch"])
         ends.append(at)
         took.append(seconds)
         former = row

@@ -72,8 +72,10 @@ def is_stuck(job: Job, reason: str) -> bool:
 
 
 def has_progressed(job: Job, reason: str) -> bool:
-    """Return whether the round that ends for this reason counts as progress: it lasted for a while, and did not end as
-    the round before it."""
+    """Return whether the round that ends for this reason counts as progress: it has printed an iteration beyond those
+    of the rounds before it, or it lasted for a while, and did not end as the round before it."""
+    if job.record.committed > job.record.committed_before:
+        return True
     lasted_s = job.now - job.start.ordered_at
     return lasted_s > FRUITFUL_S and alike(reason) != alike(job.record.last_restart_reason)
 
@@ -158,7 +160,7 @@ def _start(job: Job, nodes: tuple[str, ...]) -> None:
     assert job.record.restart is not None
     number, ended_at = job.record.restart.round, job.now
     devices = [(name, device) for name in nodes for device in range(job.settings.gpus_per_node)]
-    job.start = Beginning(met=True)
+    job.start = Beginning(met=True, restarted=(job.start.ending or Restarting({}, job.now)).since)
     job.errors.clear()
     job.signalled.clear()
     job.starting.clear()

@@ -46,6 +46,9 @@ class Beginning:
     """Whether the user was told that the remaining processes are idle."""
     ending: Restarting | None = None
     """The end of this round; None until it is decided to start the script again."""
+    restarted: float | None = None
+    """Time at which the round before was ordered to end; None if this is the first round, or not known after a
+    take-over."""
     examined: bool = False
     """Whether all devices and links have been probed."""
 

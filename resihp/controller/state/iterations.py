@@ -52,6 +52,22 @@ class IterationReports:
         return max((report.seconds for report in self.by_rank.values() if report is not None), default=0.0) or None
 
 
+@dataclass
+class PrintedCounter:
+    """The iteration counter that a script prints, as this supervisor has seen it."""
+
+    rank: int = -1
+    """Rank with the last line that counted; -1 before the first."""
+    iteration: int = 0
+    """Its last iteration, which is less than `JobRecord.committed` while iterations are done again."""
+    at: float = 0.0
+    """Time of the last line that counted."""
+    noted_at: float = float("-inf")
+    """Time of the last `CounterSeen` entry."""
+    is_finite: bool = True
+    """Whether the last loss was finite, or none was printed."""
+
+
 @dataclass(frozen=True)
 class Forecast:
     """Predicted seconds of the iteration in progress, computed from the iteration's workload."""

@@ -15,7 +15,7 @@ from resihp.controller.lifecycle import CHANGING_STAGES, TRAINING_STAGES, Lifecy
 from resihp.controller.state.beginnings import Beginning, Recovery
 from resihp.controller.state.examinations import Examination, Inquiry, Rechecks
 from resihp.controller.state.incidents import ArmedFault, Incident
-from resihp.controller.state.iterations import Forecast, IterationReports, Tuning
+from resihp.controller.state.iterations import Forecast, IterationReports, PrintedCounter, Tuning
 from resihp.controller.state.members import Member, Node
 from resihp.controller.state.requests import (
     COINCIDENCE_S,
@@ -134,7 +134,7 @@ class Job:
         """(tokens, sum of squared lengths, micro-batches) of recent iterations."""
         self.profile: Profile | None = None
         """Times of layers and transfers; None until the detector has learned them."""
-        self.tuning = Tuning()
+        self.tuning, self.counter = Tuning(), PrintedCounter()
         self.forecast: Forecast | None = None
         """Predicted time of the last iteration with a reported workload; None if no time could be predicted yet."""
         self.parts: dict[tuple[int, int, str], dict[int, CheckpointPart]] = {}

@@ -23,11 +23,12 @@ from resihp.detector.console.line_formats import (
     label_of,
     match_of,
 )
-from resihp.detector.offline.recordings.recording import ANSI_ESCAPE, number_in
-from resihp.detector.offline.recordings.values import moment_in
+from resihp.detector.offline.recordings.values import ANSI_ESCAPE, moment_in, number_in
 
 MAX_LINE = 8192
 """Characters of a line that are read. Frameworks print less; a script that never ends its line must not fill memory."""
+MAX_LINE_FOR_PATTERN = 2000
+"""The same for the user's pattern, which may take time that grows with the square of a line's length."""
 MAX_LINES = 500
 """Lines of one piece of output that are read, its last ones: a script may print a gigabyte a minute."""
 MIN_BAR_S = 5.0
@@ -75,6 +76,8 @@ class _Form:
     """The state of lines of one form: of a trainer, of the user's pattern, or of one progress bar."""
 
     def __init__(self) -> None:
+        self.first: PrintedIteration | None = None
+        """The first line, until it is reported with the second one."""
         self.last: PrintedIteration | None = None
         self.rising = 0
         """Number of lines whose iteration was greater than that of the line before."""
@@ -85,11 +88,13 @@ class _Form:
         be joined, or arrive late."""
         self.passed_s = 0.0
         """Elapsed time, as a bar states it."""
+        self.done = self.done_before = 0
+        """Iterations of the present bar, and of complete ones before it, as of one epoch each."""
 
     def take(self, stated: PrintedIteration) -> PrintedIteration | None:
         """Note a line of this form; return what it reports."""
         if self.last is None:
-            self.last = stated
+            self.first = self.last = stated
             return None
         ahead = stated.iteration - self.last.iteration
         if ahead == 0:
@@ -104,7 +109,8 @@ class _Form:
         self.rising += 1
         self.step = stated.iteration - before.iteration
         seconds = stated.seconds if stated.seconds is not None else (stated.at - before.at) / self.step
-        return msgspec.structs.replace(stated, seconds=seconds, goes_back=ahead < 0)
+        is_known = math.isfinite(seconds) and seconds > 0
+        return msgspec.structs.replace(stated, seconds=seconds if is_known else None, goes_back=ahead < 0)
 
 
 class PrintedProgress:
@@ -122,17 +128,24 @@ class PrintedProgress:
         self._loss: float | None = None
         """Loss of a line without an iteration, as Hugging Face's Trainer prints it beside a bar."""
 
-    def feed(self, text: str, at: float) -> list[PrintedIteration]:
-        """Return the iterations that this piece of output completes. `at`: its time of arrival, in seconds."""
-        *lines, rest = re.split(r"[\r\n]", self._rest + text)
+    def feed(self, text: str, at: float, since: float | None = None) -> list[PrintedIteration]:
+        """Return the iterations that this piece of output completes. `at`: the time, in seconds, at which its last line
+        was written; `since`: the time of the last line before it, if known. Lines between are taken as evenly spread.
+        """
+        *ended_lines, rest = re.split(r"[\r\n]", self._rest + text)
         self._rest = rest[:MAX_LINE]
-        reports = (self._read(ANSI_ESCAPE.sub("", line[:MAX_LINE]), at) for line in lines[-MAX_LINES:] if line)
-        return [report for report in reports if report is not None]
+        lines = [line for line in ended_lines if line]
+        pause_s = 0.0 if since is None or not lines else max(at - since, 0.0) / len(lines)
+        reports: list[PrintedIteration] = []
+        for after, line in zip(reversed(range(len(lines))), lines, strict=True):
+            if after < MAX_LINES:
+                reports += self._read(ANSI_ESCAPE.sub("", line[:MAX_LINE]), at - after * pause_s)
+        return reports
 
-    def _read(self, line: str, at: float) -> PrintedIteration | None:
+    def _read(self, line: str, at: float) -> list[PrintedIteration]:
         if self._pattern is not None:
-            match = self._pattern.search(line)
-            return None if match is None else self._take("pattern", _of_pattern(match, at))
+            match = self._pattern.search(line[:MAX_LINE_FOR_PATTERN])
+            return [] if match is None else self._take("pattern", _of_pattern(match, at))
         for form in ALL_FORMATS:
             if (stated := _of_line(form, line, at)) is not None:
                 return self._take(f"{form.tool} {form.needle}", stated)
@@ -140,35 +153,45 @@ class PrintedProgress:
             return self._take_bar(bar, line, at)
         if "loss" in line and (loss := LOSS_PATTERN.search(line)) is not None:
             self._loss = number_in(loss[1])
-        return None
+        return []
 
-    def _take(self, name: str, stated: PrintedIteration | None) -> PrintedIteration | None:
-        """Note a line of a trainer, or one that matches the user's pattern."""
+    def _take(self, name: str, stated: PrintedIteration | None) -> list[PrintedIteration]:
+        """Note a line of a trainer, or one that matches the user's pattern. The first line of all is reported with the
+        second one."""
         if stated is None:
-            return None
-        report = self._forms.setdefault(name, _Form()).take(stated)
+            return []
+        form = self._forms.setdefault(name, _Form())
+        report = form.take(stated)
         if report is not None and not self._chosen:
             self._chosen = name
-        return report if name == self._chosen else None
+        if report is None or name != self._chosen:
+            return []
+        first, form.first = form.first, None
+        return [report] if first is None or report.goes_back else [first, report]
 
-    def _take_bar(self, bar: BarLine, line: str, at: float) -> PrintedIteration | None:
+    def _take_bar(self, bar: BarLine, line: str, at: float) -> list[PrintedIteration]:
         """Note a line of a progress bar. The bar whose elapsed time is longest is that of training."""
         form = self._bars.setdefault((bar.head, bar.total), _Form())
+        total = int(bar.total) if bar.total.isdigit() else None
+        if bar.done < form.done == total:
+            form.done_before += total
+        form.done = bar.done
+        is_of_epoch = form.done_before > 0 or "epoch" in bar.head.lower()
         form.passed_s = max(form.passed_s, moment_in(bar.passed))
         loss = LOSS_PATTERN.search(line)
         report = form.take(
             PrintedIteration(
-                iteration=bar.done,
+                iteration=form.done_before + bar.done,
                 at=at,
                 loss=self._loss if loss is None else number_in(loss[1]),
-                goal=int(bar.total) if bar.total.isdigit() else None,
+                goal=None if is_of_epoch else total,
             )
         )
         longest_s = max(bar_form.passed_s for bar_form in self._bars.values())
         if report is None or self._chosen or form.passed_s < max(MIN_BAR_S, longest_s):
-            return None
+            return []
         self._loss = None
-        return report
+        return [report]
 
 
 def _of_line(form: LineFormat, line: str, at: float) -> PrintedIteration | None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from resihp.wrapper.agent import log_mirror
-from resihp.wrapper.agent.log_mirror import LogMirror
+from resihp.wrapper.agent.logs import log_mirror
+from resihp.wrapper.agent.logs.log_mirror import LogMirror
 from tests.waiting import until
 
 

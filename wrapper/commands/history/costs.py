@@ -12,6 +12,7 @@ from typing import Any
 
 from resihp.wrapper.commands.history.query import HistoryQuery, Listing, Row
 from resihp.wrapper.output.answers import message
+from resihp.wrapper.output.progress import NO_ITERATION_KNOWN
 
 MAX_JOBS_NAMED = 5
 """Most jobs named in a message."""
@@ -90,7 +91,7 @@ def _cost_lines(accounts: Sequence[Any], price: float | None) -> str:
     if (idle := total.lost_gpu_hours["idle"]) > 0:
         line += f"\nof that, idle GPUs {amount(idle)} ({percent(idle / total.gpu_hours)})"
     if total.goodput is None:
-        line += "\nno iteration was committed: the use of time is unknown for a script without resihp.Trainer"
+        line += f"\n{NO_ITERATION_KNOWN}: the use of time is unknown"
     line += f"\ngoodput {percent(total.goodput)}, useful share {percent(total.useful_share)}"
     if total.mttr_s is not None:
         line += f", MTTR {duration(total.mttr_s)} (detection included)"

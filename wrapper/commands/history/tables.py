@@ -22,7 +22,7 @@ ALWAYS_SHOWN = frozenset(
 """Headings of columns that are never left out on a narrow terminal, because they identify rows or describe events."""
 COST_WORDS = {
     "useful": "training",
-    "start": "until the first iteration",
+    "start": "until the first known iteration",
     "detect": "detection of failures",
     "reconfigure": "reconfiguration",
     "redo": "discarded work",
@@ -249,7 +249,7 @@ ITERATIONS_COLUMNS = (
     _number("epoch"),
     _number("seconds", form="{:.3f}"),
     _number("predicted_seconds", "predicted", form="{:.3f}"),
-    _number("tokens"),
+    ViewColumn("tokens", lambda row: str(row["tokens"] or "-"), right=True),
     _number("loss", form="{:.4f}"),
     _time("finished_at", "finished (UTC)"),
 )

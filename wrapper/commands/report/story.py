@@ -14,6 +14,7 @@ from resihp.db.engine import masked
 from resihp.db.reading.costs.timeline import CAUSES
 from resihp.words import natural
 from resihp.wrapper.commands.report.facts import Facts
+from resihp.wrapper.output.progress import NO_ITERATION_KNOWN
 from resihp.wrapper.output.render import count, duration, hours, percent
 
 CAUSE_WORDS: Mapping[str, tuple[str, str]] = {
@@ -240,7 +241,7 @@ def _course(facts: Facts) -> str:
     }[job["state"]]
     done = len(facts.iterations)
     if is_time_unknown(facts):
-        return f"Job {job['name']} on {where} took {took}, {ending}; its script did not declare its model."
+        return f"Job {job['name']} on {where} took {took}, {ending}; {NO_ITERATION_KNOWN}."
     began_at, goal = ((facts.model or {}).get(name) for name in ("resume_from", "iterations"))
     if not done and job["state"] == "completed" and isinstance(began_at, int) and began_at and began_at == goal:
         nothing_left = f"nothing was left to do, as it resumed from the checkpoint of iteration {began_at:,}"
@@ -299,7 +300,7 @@ def _failures(facts: Facts) -> str:
 def _cost(facts: Facts) -> str:
     account = facts.account
     if is_time_unknown(facts):
-        return f"There is no goodput without iterations: {hours(account.gpu_hours)} were held."
+        return f"Goodput is unknown: {hours(account.gpu_hours)} were held."
     if account.goodput is None:
         held_hours = f"{hours(account.gpu_hours)} went to starting" if account.gpu_hours > 0 else "nothing was held"
         return f"There is no goodput yet: {held_hours}."

@@ -57,7 +57,10 @@ def job_status(
     rows = watched.read(reader, row)
     history = JobHistory.of_ledger(reader, row, rows)
     iterations = reader.narrow("iterations", number)
-    figures = summarise(row, iterations, rows.failures, rows.reconfigurations, rows.plans, now)
+    figures = {
+        **summarise(row, iterations, rows.failures, rows.reconfigurations, rows.plans, now),
+        **progress(goal(row["model"]), iterations[-RECENT_ITERATIONS:], now, running=running),
+    }
     plan = history.shown_plan
     idle = IdleGpus(history)
     replacements = reader.rows("replacements", number)
@@ -67,7 +70,7 @@ def job_status(
     return {
         "schema": SCHEMA,
         **figures,
-        **progress(goal(row["model"]), iterations[-RECENT_ITERATIONS:], now, running=running),
+        **(_done_again(reader, row, figures) if running else {}),
         "epoch": None if plan is None else plan.epoch,
         "checkpoint": _where_it_is_now(checkpoints[-1], folder) if checkpoints else None,
         "folder": folder,
@@ -87,6 +90,20 @@ def job_status(
         "shells": shells(slurm_job, rows.nodes, replacements) if slurm_job else {},
         "events": events,
     }
+
+
+def _done_again(reader: Reader, row: Row, figures: Row) -> Row:
+    """Return `redone`: the iteration that a script without `resihp.Trainer` does again after a restart; then it is not
+    stuck, and has more left to do. Empty if it does nothing again."""
+    last, of_script = figures["iteration"], object_in(row["model"])
+    if not last or not of_script or "model" in of_script:
+        return {}
+    [counter] = reader.events(row["id"], ("CounterSeen",), 1)
+    if counter["iteration"] > last or counter["at"] <= figures["last_iteration_at"]:
+        return {}
+    pace_s, goal_iteration = figures["iteration_seconds"], of_script.get("iterations")
+    eta_s = (goal_iteration - counter["iteration"]) * pace_s if goal_iteration and pace_s else None
+    return {"redone": counter["iteration"], "stuck": False, "eta_seconds": eta_s}
 
 
 def _events(reader: Reader, job: int) -> tuple[list[Row], str | None]:

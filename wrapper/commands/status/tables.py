@@ -18,7 +18,7 @@ from resihp.db.layouts import from_json
 from resihp.record.describe import DETECTORS, rank_list
 from resihp.wrapper.exit_codes import REQUEUE_REQUESTED
 from resihp.wrapper.job_files.registered import slurm_job_of
-from resihp.wrapper.output.progress import ago, of_target
+from resihp.wrapper.output.progress import NO_ITERATION_KNOWN, ago, of_target
 from resihp.wrapper.output.render import count, duration, layout_grid, legend, literal, one_line, percent
 from resihp.wrapper.output.shells import line
 from resihp.wrapper.output.tables import lines
@@ -35,12 +35,11 @@ def goodput_line(figures: dict[str, Any]) -> str:
     """Describe goodput and losses: `goodput 91.6 %, ETTR 78.4 %; lost: fail-stop 0.70 s, idle GPUs 2.00 s, other 0.30
     s`.
 
-    Goodput counts slow iterations in full; the time lost to slowness is shown separately. For a script without
-    `resihp.Trainer`, losses are unknown.
+    Goodput counts slow iterations in full; the time lost to slowness is shown separately. Without a known
+    iteration, losses are unknown.
     """
     if figures["goodput"] is None and figures.get("target") is None and figures.get("epoch") is None:
-        declared = "has not declared" if figures["state"] == "running" else "did not declare"
-        return f"goodput and ETTR are unknown: the script {declared} its model (resihp.Trainer does)"
+        return f"goodput and ETTR are unknown: {NO_ITERATION_KNOWN}"
     words = {"idle": "idle GPUs", "capacity": "missing GPUs"}
     losses = ", ".join(
         f"{words.get(cause, cause)} {duration(s)}" for cause, s in figures["lost_seconds"].items() if s >= 0.005
@@ -70,6 +69,8 @@ def progress_line(state: Mapping[str, Any]) -> str:
     if state["seconds_since_iteration"] is None:
         return ""
     parts = [f"last iteration {ago(state['seconds_since_iteration'])}{' (stuck?)' if state['stuck'] else ''}"]
+    if state.get("redone") is not None:
+        parts[0] = f"iteration {state['redone']} is done again"
     if state["eta_seconds"] is not None:
         parts.append(f"done in about {duration(state['eta_seconds'])}")
     if state["tokens_per_second"] is not None:

@@ -289,6 +289,9 @@ class AgentLinks:
             case m.FromWorker():
                 self._check(link, message.rank)
                 self._receive_report(link, message)
+            case m.Printed():
+                self._check(link, message.rank)
+                self._event(api.WorkerPrinted(printed=message))
             case m.Attend() | m.Publish():
                 self._rendezvous.receive(link.node, message)
             case m.Spawned():

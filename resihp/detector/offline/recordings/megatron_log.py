@@ -21,13 +21,13 @@ from resihp.detector.offline.recordings.recording import (
     interval_remarks,
     log_interval,
     missing_iterations,
-    number_in,
     numbered_lines,
     one_speaker,
     speaker_of,
     split_runs,
     text_of,
 )
+from resihp.detector.offline.recordings.values import number_in
 from resihp.detector.offline.series import TimedRun
 
 ITERATION_HEAD = re.compile(r"\biteration\s+(\d{1,15})\s*/\s*(\d{1,15})\s*\|", re.IGNORECASE)

@@ -13,13 +13,12 @@ from typing import Literal, TypeVar
 import msgspec
 
 from resihp.detector.offline.iteration_model import Point
+from resihp.detector.offline.recordings.values import ANSI_ESCAPE, number_in
 from resihp.detector.offline.series import TimedRun
 
 SPEAKER_MARK = re.compile(r"\[\s*(?:default|rank)\s*(\d+)|^\s*(\d+)\s*:\s|^\s*([A-Za-z][\w.-]*)\s*:\s", re.IGNORECASE)
 """Matches the mark of a rank or host before a line: torchrun's `[default7]:` or `[rank7]:`, `[Rank 7 | ...]`, srun's
 `7: `, `host: `."""
-
-ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]|[\x07\x08]")
 
 
 class Recording(msgspec.Struct, frozen=True):
@@ -122,20 +121,6 @@ def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
         for line in whole.split("\r"):
             if line:
                 yield number, line
-
-
-WITH_THOUSANDS_COMMAS = re.compile(r"\s*[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?\s*")
-"""`1,250.5`, as spreadsheets write it in quotes."""
-
-
-def number_in(text: str) -> float:
-    """Return the number that `text` contains, as Python or a spreadsheet writes it; NaN for any other text."""
-    if "," in text and WITH_THOUSANDS_COMMAS.fullmatch(text):
-        text = text.replace(",", "")
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 def optional_in(text: str | None) -> float | None:

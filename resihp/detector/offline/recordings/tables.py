@@ -18,11 +18,11 @@ from resihp.detector.offline.recordings.recording import (
     counted,
     interval_remarks,
     log_interval,
-    number_in,
     optional_in,
     split_runs,
     text_of,
 )
+from resihp.detector.offline.recordings.values import number_in
 from resihp.detector.offline.series import TimedRun
 from resihp.detector.offline.workers import without_peers
 from resihp.errors import UsageError

@@ -9,10 +9,23 @@ import math
 import re
 from datetime import datetime
 
-from resihp.detector.offline.recordings.recording import number_in
-
+ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]|[\x07\x08]")
 IN_MILLISECONDS, IN_MICROSECONDS, IN_NANOSECONDS = 1e11, 1e14, 1e17
 """Smallest number that is taken for a moment in milliseconds, microseconds or nanoseconds since 1970."""
+
+
+WITH_THOUSANDS_COMMAS = re.compile(r"\s*[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?\s*")
+"""`1,250.5`, as spreadsheets write it in quotes."""
+
+
+def number_in(text: str) -> float:
+    """Return the number that `text` contains, as Python or a spreadsheet writes it; NaN for any other text."""
+    if "," in text and WITH_THOUSANDS_COMMAS.fullmatch(text):
+        text = text.replace(",", "")
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def number_of(value: object) -> float:

@@ -215,6 +215,24 @@ def test_a_script_without_progress_is_not_started_for_ever() -> None:
     assert any("the last 4 runs of the script made no progress" in text for text in job.texts)
 
 
+def test_printed_iterations_beyond_the_furthest_are_progress() -> None:
+    def reach(iteration: int) -> None:
+        figures = (m.PrintedFigures(iteration=iteration, seconds=1.0),)
+        job.feed(api.WorkerPrinted(printed=m.Printed(rank=0, figures=figures)))
+        job.kill(1)
+        job.wait(4)
+        job.obey()
+
+    job = script(slurm=False)
+    for iteration in range(10, 100, 10):
+        reach(iteration)
+    assert job.end is None, "although each round was short, and ended as the one before"
+    for _ in range(10):
+        reach(90)
+    assert [entry.progressed for entry in job.all(RestartDecided)] == [True] * 9 + [False] * 3
+    assert job.end is not None
+
+
 def test_progress_begins_the_count_anew() -> None:
     job = script(slurm=False)
     for rank in (1, 2, 1, 2, 1, 2, 1):

@@ -53,8 +53,8 @@ def test_iterations_seconds_and_loss_of_each_trainer_are_read(trainer: str, cut:
     line, loss, tokens = TRAINER_LINES[trainer]
     text = "Loading weights\n" + "".join(f"{line(i)}\nsaving: 3 of 7 files\n" for i in range(1, ROW_COUNT))
     reports = fed(text, random.Random(1) if cut else None, per_line_s=SECONDS / (2 + line(1).count("\n")))
-    assert [report.iteration for report in reports] == list(range(2, ROW_COUNT))
-    assert [report.seconds for report in reports] == [pytest.approx(SECONDS, rel=0.01)] * len(reports)
+    assert [report.iteration for report in reports] == list(range(1, ROW_COUNT))
+    assert [report.seconds for report in reports[1:]] == [pytest.approx(SECONDS, rel=0.01)] * (len(reports) - 1)
     assert {report.loss for report in reports} == {loss}
     assert {report.tokens_per_second for report in reports} == {tokens}
     assert not any(report.goes_back for report in reports)
@@ -96,6 +96,14 @@ def test_lightnings_bar_has_its_loss_within() -> None:
     assert reports[-1].iteration == 19
 
 
+def test_a_bar_for_each_epoch_is_counted_on() -> None:
+    bars = "".join(bar(i, total=20) for _ in range(3) for i in range(21))
+    reports = fed(bars.replace("\r", "\n"))
+    assert [report.iteration for report in reports][-50:] == list(range(10, 60))
+    assert reports[-1].goal is None, "the number of epochs is not known"
+    assert not any(report.goes_back for report in reports)
+
+
 def test_a_counter_that_goes_back_is_a_restart_and_a_late_line_is_not() -> None:
     line = TEXT["nanogpt"]
     restarted = [*range(1, 21), *range(11, 31)]
@@ -103,24 +111,24 @@ def test_a_counter_that_goes_back_is_a_restart_and_a_late_line_is_not() -> None:
     assert [report.iteration for report in reports if report.goes_back] == [12]
     assert reports[-1].iteration == 30
     late = [1, 2, 3, 5, 4, 6, 7]
-    assert [report.iteration for report in fed("".join(f"{line(i)}\n" for i in late))] == [2, 3, 5, 6, 7]
+    assert [report.iteration for report in fed("".join(f"{line(i)}\n" for i in late))] == [1, 2, 3, 5, 6, 7]
 
 
 def test_a_number_that_two_joined_lines_make_is_not_believed() -> None:
     line = TEXT["nanogpt"]
     text = "".join(f"{line(i)}\n" for i in (1, 2, 3, 4400, 5, 6))
-    assert [report.iteration for report in fed(text)] == [2, 3, 5, 6]
+    assert [report.iteration for report in fed(text)] == [1, 2, 3, 5, 6]
     cut_off = "".join(MEGATRON_LINE.format(i=i)[: -90 if i == 4 else None] + "\n" for i in range(1, 7))
-    assert [report.iteration for report in fed(cut_off)] == [2, 3, 4, 5, 6], "its time is behind the cut"
+    assert [report.iteration for report in fed(cut_off)] == [1, 2, 3, 4, 5, 6], "its time is behind the cut"
     halved = "".join(MEGATRON_LINE.format(i=i)[: 60 if i == 4 else None] + "\n" for i in range(1, 7))
-    assert [report.iteration for report in fed(halved)] == [2, 3, 5, 6]
+    assert [report.iteration for report in fed(halved)] == [1, 2, 3, 5, 6]
 
 
 def test_a_users_pattern_takes_precedence() -> None:
     pattern = re.compile(r"batch (?P<iteration>[\d,]+) of (?P<goal>\d+): ce=(?P<loss>\S+)")
     progress = PrintedProgress(pattern)
     reports = progress.feed("".join(f"batch 1,00{i} of 2000: ce=nan\n{TEXT['nanogpt'](i)}\n" for i in range(5)), 1.0)
-    assert [(report.iteration, report.goal) for report in reports] == [(i, 2000) for i in range(1001, 1005)]
+    assert [(report.iteration, report.goal) for report in reports] == [(i, 2000) for i in range(1000, 1005)]
     assert all(math.isnan(report.loss or 0.0) for report in reports)
     nameless = PrintedProgress(re.compile(r"batch (?P<iteration>\w+)"))
     assert nameless.feed("batch one\nbatch two\n", 1.0) == []

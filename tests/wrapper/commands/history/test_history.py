@@ -278,7 +278,7 @@ def test_what_did_it_cost_in_money_whom_and_when() -> None:
     assert 5.0 <= early["useful"] <= 10.0
     assert early["start"] + early["useful"] == pytest.approx(sum(early.values()))
     told_text = text_of("history", "cost", "--price", "3600")
-    assert re.search(r"until the first iteration 1\.00 s \S+ % 0\.0011 4 ", told_text)  # 1 s of 4 devices
+    assert re.search(r"until the first known iteration 1\.00 s \S+ % 0\.0011 4 ", told_text)  # 1 s of 4 devices
     assert re.search(r"failures cost 0\.0472 of \S+ GPU-hours \(\S+ %\), 170 of \S+ in money", told_text)
     assert re.search(
         r"useful share \S+ %, MTTR 4\.10 s \(detection included\) failures 2: MTBF .* of hardware 1: MTBF", told_text

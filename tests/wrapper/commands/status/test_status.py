@@ -687,19 +687,21 @@ def test_what_a_script_without_a_trainer_has_lost_nobody_knows(state: Any, exit_
     write_journal(job.journal_file, ((entry, began + at) for entry, at in told))
     job.exit_code_file.write_text(f"{exit_code}\n")
     shown = " ".join(resihp("status", job.name).stdout.split())
-    assert "goodput and ETTR are unknown: the script did not declare its model" in shown
+    assert "goodput and ETTR are unknown: no iteration is known; of a script without resihp.Trainer" in shown
     assert "lost" not in shown
     told_in_report = " ".join(resihp("report", job.name, "--markdown").stdout.split())
-    assert f"took 1 h 00 min, {how}; its script did not declare its model." in told_in_report
+    assert f"took 1 h 00 min, {how}; no iteration is known" in told_in_report
     assert "committed no iteration" not in told_in_report
     assert "| - | - | - | 0 |" in told_in_report, "goodput, ETTR, lost, failures"
     cost = " ".join(resihp("history", "cost", job.name).stdout.split())
-    assert "the use of time is unknown for a script without resihp.Trainer" in cost
+    assert "those that it prints ([progress] pattern): the use of time is unknown" in cost
+    with pytest.raises(UsageError, match=f"iteration 20: no iteration of job {job.name} is known"):
+        resihp("why", "20", job.name)
 
 
 def test_a_script_that_has_not_said_yet_what_it_trains_has_lost_nothing_that_anybody_knows_of() -> None:
     figures = {"goodput": None, "ettr": None, "state": "running", "epoch": None, "lost_seconds": {"other": 3600.0}}
-    assert tables.goodput_line(figures).endswith("the script has not declared its model (resihp.Trainer does)")
+    assert "no iteration is known" in tables.goodput_line(figures)
 
 
 def test_an_id_names_a_job_to_every_command_from_any_folder(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

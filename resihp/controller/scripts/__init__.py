@@ -1,0 +1,1 @@
+"""Scripts that do not report to resihp: `printed_iterations` commits the iterations that such a script prints."""

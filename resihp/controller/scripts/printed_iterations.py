@@ -1,0 +1,88 @@
+"""Commit the iterations that a script prints, if it does not report to resihp (`resihp.detector.console`).
+
+An iteration is committed once, when it is first printed. After a restart the counter goes back; the iterations that are
+then done again are not committed again, so that the time for them counts as lost. Two ranks may print the same counter:
+rank 0 and the last one; then the line that comes first counts. Decides nothing else: the end of a script, and a hang,
+are decided elsewhere by `Job.counter` and the record.
+"""
+
+from __future__ import annotations
+
+import math
+
+from resihp.controller.state.job import Job
+from resihp.protocol import messages as m
+from resihp.record.describe import explain
+from resihp.record.journal import CounterSeen, IterationCommitted, LossNotFinite, Reconfigured
+
+NOTE_EVERY_S = 30.0
+"""Seconds between two entries about a counter that has not passed the furthest iteration yet."""
+
+
+def printed(job: Job, report: m.Printed) -> None:
+    """Take the iterations that a rank has printed."""
+    member = job.members.get(report.rank)
+    if member is None or not member.alive or job.has_declared:
+        return
+    for figures in report.figures:
+        if figures.iteration > 0:
+            _take(job, report, figures)
+    _judge_recovery(job)
+
+
+def _take(job: Job, report: m.Printed, figures: m.PrintedFigures) -> None:
+    counter, record, iteration = job.counter, job.record, figures.iteration
+    again = iteration <= record.committed
+    if again and report.rank != counter.rank and counter.rank in job.live:
+        return  # the other rank prints the same, or something else
+    went_back = counter.rank != report.rank or iteration < counter.iteration
+    counter.rank, counter.iteration, counter.at = report.rank, iteration, job.now
+    is_due = job.now - counter.noted_at >= NOTE_EVERY_S
+    has_new_goal = record.counter is not None and report.goal not in (None, record.counter.goal)
+    if record.counter is None or (has_new_goal and is_due) or (again and (went_back or is_due)):
+        counter.noted_at = job.now
+        job.log(CounterSeen(rank=report.rank, iteration=iteration, furthest=record.committed, goal=report.goal))
+    _judge_loss(job, report.rank, figures)
+    if not again:
+        job.log(
+            IterationCommitted(
+                epoch=record.round,
+                outcome=m.StepOutcome.printed(iteration, figures.loss),
+                seconds=figures.seconds,
+                predicted_seconds=None,
+            )
+        )
+
+
+def _judge_recovery(job: Job) -> None:
+    """Record that the script has recovered from the failures before its last restart: it has printed an iteration."""
+    record, start = job.record, job.start
+    failures = tuple(range(record.recovered + 1, record.failures + 1))
+    if not failures or record.round <= record.recovered_epoch or job.stage != "gathering" or start.early_at is not None:
+        return
+    began_at = start.ordered_at if start.restarted is None else start.restarted
+    job.log(
+        Reconfigured(
+            epoch=record.round,
+            failures=failures,
+            attempts=record.round - record.recovered_epoch,
+            action="redo",
+            park_s=start.ordered_at - began_at,
+            plan_s=0.0,
+            groups_s=0.0,
+            state_s=0.0,
+            first_iteration_s=job.now - start.ordered_at,
+            seconds=job.now - began_at,
+        )
+    )
+
+
+def _judge_loss(job: Job, rank: int, figures: m.PrintedFigures) -> None:
+    """Record the first of several losses that are not finite."""
+    if figures.loss is None:
+        return
+    was_finite, job.counter.is_finite = job.counter.is_finite, math.isfinite(figures.loss)
+    if was_finite and not job.counter.is_finite:
+        entry = LossNotFinite(rank=rank, iteration=figures.iteration, loss=str(figures.loss))
+        job.log(entry)
+        job.say("warning", explain(entry))

@@ -94,6 +94,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     start_budget_s: float = 600.0
     idle_limit_s: float | None = 1800.0
     """Seconds that the last processes of a script that reports no training may be idle; None: no limit."""
+    script_hang_s: float | None = 180.0
+    """Seconds without a printed iteration after which a rank of a script that does nothing, while others wait for it,
+    is hung; None: no rank is."""
     declares: bool = True
     """Whether the job's processes may declare a training run. The processes of a plain command do not, and a plain
     command starts only with all devices that it requested."""

@@ -41,7 +41,7 @@ from resihp.controller.fail_stop.onsets import Commit
 from resihp.controller.interface import AnyAction, AnyEvent, Dependencies
 from resihp.controller.nodes import drains, replacements, reservations, upkeep
 from resihp.controller.rounds import restarts
-from resihp.controller.scripts import printed_iterations
+from resihp.controller.scripts import printed_iterations, script_hangs
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member
 from resihp.controller.state.transitions import Transition
@@ -170,6 +170,8 @@ def _handle(job: Job, event: AnyEvent) -> None:
             startup.spawn_refused(job, event)
         case api.WorkerExited():
             failures.exited(job, event)
+        case api.WorkersSeen():
+            script_hangs.inspected(job, event)
         case api.ProcessesEnded():
             restarts.node_ended(job, event.node)
         case api.WorkerSaid():

@@ -25,7 +25,7 @@ from resihp.parallelism.plan import Plan
 from resihp.parallelism.transfers import Move, moves
 from resihp.pipeline import checker
 from resihp.protocol.inventory import NodeInventory as Machine
-from resihp.protocol.messages import Beat, Clue, Inventory, Printed, Speed, WorkerMessage, WorkerOrder
+from resihp.protocol.messages import Beat, Clue, Inventory, Printed, Speed, WorkerLook, WorkerMessage, WorkerOrder
 from resihp.record.journal import AnyEntry
 from resihp.scheduler.situation import Decision, Situation
 from resihp.settings import Detection
@@ -125,6 +125,13 @@ class ProcessesEnded(Event, frozen=True, kw_only=True):
     """All processes of the round have ended on this node, with all processes that they had started."""
 
     node: str
+
+
+class WorkersSeen(Event, frozen=True, kw_only=True):
+    """The state and stack of each worker of a node, as the controller has asked for."""
+
+    node: str
+    looks: tuple[WorkerLook, ...]
 
 
 class WorkerSaid(Event, frozen=True, kw_only=True):
@@ -292,6 +299,7 @@ AnyEvent = (
     | SpawnRefused
     | WorkerExited
     | ProcessesEnded
+    | WorkersSeen
     | WorkerSaid
     | WorkerPrinted
     | InjectAsked
@@ -347,6 +355,12 @@ class StartWorkers(Action, frozen=True, kw_only=True):
 class EndProcesses(Action, frozen=True, kw_only=True):
     """End all processes of the script on this node, and all processes that they have started. Answered with a
     `ProcessesEnded` event, after a `WorkerExited` event for each process."""
+
+    node: str
+
+
+class LookAtWorkers(Action, frozen=True, kw_only=True):
+    """Inspect the workers of this node. Answered with a `WorkersSeen` event, or not at all."""
 
     node: str
 
@@ -502,6 +516,7 @@ AnyAction = (
     Log
     | StartWorkers
     | EndProcesses
+    | LookAtWorkers
     | Order
     | SignalWorker
     | SignalNode

@@ -662,6 +662,21 @@ ABORT_STATUS = 117
 """Exit status of a worker that ended itself because aborting its communicators hung. No node is to blame."""
 
 
+class WorkerLook(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker as it was inspected. `state`: the kernel's, as R, S, D or T. `frames`: (file, line, function) of the
+    main thread, innermost first; empty if they are not known."""
+
+    rank: int
+    state: str
+    frames: tuple[tuple[str, int, str], ...] = ()
+
+
+class WorkersInspected(Message, frozen=True, kw_only=True):
+    """Answer to `InspectWorkers`."""
+
+    looks: tuple[WorkerLook, ...]
+
+
 class RoundEnded(Message, frozen=True, kw_only=True):
     """Answer to `EndRound`, after the `Exited` of each worker. `meeting_port`: as in `Join`, for the next round."""
 
@@ -750,6 +765,7 @@ AgentMessage = (
     | SpawnFailed
     | Exited
     | RoundEnded
+    | WorkersInspected
     | FromWorker
     | Printed
     | Beat
@@ -773,6 +789,10 @@ class Spawn(Message, frozen=True, kw_only=True):
     workers: tuple[Start, ...]
     environment: dict[str, str]
     nodes: tuple[tuple[str, int], ...] = ()
+
+
+class InspectWorkers(Message, frozen=True, kw_only=True):
+    """Inspect all workers of the node, because a script makes no progress."""
 
 
 class EndRound(Message, frozen=True, kw_only=True):
@@ -870,7 +890,19 @@ class Release(Message, frozen=True, kw_only=True):
 
 
 AgentOrder = (
-    Lead | Alive | Replicate | Roster | Spawn | EndRound | ToWorkers | HangUp | Signal | KillNode | Release | Published
+    Lead
+    | Alive
+    | Replicate
+    | Roster
+    | Spawn
+    | EndRound
+    | InspectWorkers
+    | ToWorkers
+    | HangUp
+    | Signal
+    | KillNode
+    | Release
+    | Published
 )
 
 

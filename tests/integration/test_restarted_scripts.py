@@ -17,9 +17,14 @@ from tests.integration.slurm_jobs import Desk, MakeCluster
 pytest.importorskip("torch")
 
 SCRIPT = """\
-import os, signal, subprocess, sys, time
+import os, signal, subprocess, sys, threading, time
 import torch
 import torch.distributed as dist
+
+def loads_a_batch():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
 
 goal, mode = int(sys.argv[1]), sys.argv[2]
 begin = int(open("checkpoint").read()) if os.path.exists("checkpoint") else 0
@@ -35,12 +40,14 @@ for step in range(begin + 1, goal + 1):
     dist.all_reduce(total)
     if mode == "raise" and rank == 1 and restart == 0 and step == 20:
         raise ValueError("no such token: 17")
+    if mode == "lock" and rank == 2 and restart == 0 and step == 200:
+        loads_a_batch()
     time.sleep(0.05)
     if rank == 0 and step % 10 == 0:
         with open("checkpoint.new", "w") as file:
             file.write(str(step))
         os.replace("checkpoint.new", "checkpoint")
-        print(f"step {step} of {goal}, total {total.item():g}", flush=True)
+        print(f"step {step} of {goal}, loss {1 / step:.4f}", flush=True)
 if child is not None:
     child.kill()
 dist.destroy_process_group()
@@ -131,6 +138,24 @@ def test_a_lost_node_leaves_a_smaller_world(job: Job) -> None:
     assert steps(job)[-1] == 80
     (failure,) = job.history("failures")
     assert (failure["component"], failure["node"]) == ("node", "n2")
+
+
+@pytest.mark.parametrize("how", ["lock", "stopped"])
+def test_a_rank_that_hangs_is_found_by_its_stack(job: Job, how: str) -> None:
+    job.environment["RESIHP_JOB__HANG_LIMIT"] = "8s"
+    start(job, "lock" if how == "lock" else "plain", goal=260)
+    job.until(lambda: 190 in steps(job))
+    if how == "stopped":
+        rank_process(job, 2).suspend()
+    job.wait(100)
+    assert job.status == 0, job.stderr
+    assert steps(job)[-1] == 260
+    (failure,) = job.history("failures")
+    assert failure["ranks"] == [2], failure
+    assert "rank 2 hung: no iteration for" in failure["cause"]
+    if how == "lock":
+        assert "in loads_a_batch" in failure["cause"]
+    assert "all_reduce" in failure["evidence"], "where the others wait"
 
 
 def test_the_supervisors_death_meanwhile_changes_nothing(job: Job) -> None:

@@ -11,18 +11,22 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from resihp.detector.diagnosis.clues import Clock, read_log
-from resihp.protocol.messages import MAX_LINES_AFTER, Clue
+from resihp.protocol.messages import MAX_LINES_AFTER, Clue, Exited
 
 LOG_BYTES = 64 << 10
 KERNEL_BYTES = 64 << 10
 KERNEL_S = 900.0
 """Greatest age of kernel messages that are read."""
+CLUES_TIMEOUT_S = 0.2
+"""Time limit of the search for clues to a worker's exit."""
 SILENT_BEFORE_END_S = 60.0
 """If a process wrote nothing for this long before its end, its last log lines are not taken as signs of its end."""
 
@@ -46,6 +50,39 @@ class KernelClues:
                 clock = _clock()
                 self._clues = read_log(_kernel((clock.near or 0.0) - (clock.booted or 0.0)), clock)
             return self._clues
+
+
+class ExitReports:
+    """Reports exits of workers, each after the worker's last output and with clues to its cause. A hung file system
+    delays a report by at most twice `CLUES_TIMEOUT_S`.
+
+    `last_look(rank, timeout_s)` reads the rest of a worker's output."""
+
+    def __init__(
+        self, send: Callable[[Exited], None], last_look: Callable[[int, float], Coroutine[Any, Any, None]]
+    ) -> None:
+        self._send = send
+        self._last_look = last_look
+        self._kernel = KernelClues()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, exited: Exited, log: Path, log_begin: int) -> None:
+        """Report an exit soon. `log_begin`: position in the log at which the output of the worker begins."""
+        task = asyncio.get_running_loop().create_task(self._report(exited, log, log_begin))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def finish(self, timeout_s: float) -> None:
+        """Wait until all exits have been reported."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+
+    async def _report(self, exited: Exited, log: Path, log_begin: int) -> None:
+        await self._last_look(exited.rank, CLUES_TIMEOUT_S)
+        if exited.status:
+            clues = await last_words_within(CLUES_TIMEOUT_S, log, self._kernel, log_begin)
+            exited = msgspec.structs.replace(exited, clues=clues)
+        self._send(exited)
 
 
 def last_words(

@@ -51,6 +51,13 @@ class Idleness:
             worker.looked_at, worker.work = now, work
         return now - worker.active_at
 
+    def discount(self, pid: int, size: int) -> None:
+        """Do not count these bytes, which a process has written on demand of its agent, as activity."""
+        if pid in self._workers:
+            worker = self._workers[pid]
+            moved, own = worker.work.bytes_moved + size, worker.work.bytes_written_by_itself + size
+            worker.work = worker.work._replace(bytes_moved=moved, bytes_written_by_itself=own)
+
     def forget(self, pid: int) -> None:
         self._workers.pop(pid, None)
 

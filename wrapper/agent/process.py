@@ -31,6 +31,7 @@ from resihp.process import Orphans, adopt_orphans, inherited_socket, name_proces
 from resihp.protocol import messages as m
 from resihp.settings import SCRIPT_ALONE_S
 from resihp.wrapper.agent import inventory
+from resihp.wrapper.agent.hangs.inspection import inspect
 from resihp.wrapper.agent.logs.log_mirror import LogMirror, print_to
 from resihp.wrapper.agent.peers import Peers
 from resihp.wrapper.agent.succession.journal_copy import Replica, local_place
@@ -96,6 +97,7 @@ class Agent:
         """Set once there are workers to start."""
         self._round_end: asyncio.Task[None] | None = None
         """The end of all workers that are to be started again."""
+        self._inspection: asyncio.Task[None] | None = None
         self._fence: asyncio.Task[None] | None = None
         """The end of all workers that no supervisor watches."""
         self._stalled_until = 0.0
@@ -189,6 +191,8 @@ class Agent:
             case m.Spawn():
                 self._needed.set()
                 self._workers.spawn(order)
+            case m.InspectWorkers():
+                self._inspection = asyncio.create_task(self._inspect())
             case m.EndRound():
                 self._end_round(order.grace_s)
             case m.ToWorkers():
@@ -210,6 +214,12 @@ class Agent:
                 self.dismiss(order.grace_s)
             case _:
                 pass
+
+    async def _inspect(self) -> None:
+        """Report the state and the stack of each worker."""
+        workers = self._workers
+        looks = await inspect(workers.pids, workers.signal, workers.idleness.discount)
+        self._link.send(m.WorkersInspected(looks=looks))
 
     def _end_round(self, grace_s: float) -> None:
         """End all workers, then tell the supervisor. A repeated order, of a new supervisor, is answered with the

@@ -23,7 +23,7 @@ from resihp.protocol import messages as m
 from resihp.protocol.forwarding import label_of, order_in
 from resihp.protocol.framing import decode, encode
 from resihp.worker.forkserver import Ended, Fork, Forked, NotForked
-from resihp.wrapper.agent.exit_clues import KernelClues, last_words_within
+from resihp.wrapper.agent.exit_clues import ExitReports
 from resihp.wrapper.agent.idleness import Idleness
 from resihp.wrapper.agent.logs.script_output import ScriptOutput
 from resihp.wrapper.agent.rendezvous import Relay
@@ -39,8 +39,6 @@ KILL_TIMEOUT_S = 10.0
 """How long killed workers may take to end before others are started in their place: a driver may have to free gigabytes
 of memory."""
 POLL_S = 0.01
-CLUES_TIMEOUT_S = 0.2
-"""Time limit of the search for clues to a worker's exit."""
 
 MEETING_MESSAGES = (m.Attend.__name__, m.Publish.__name__)
 
@@ -72,12 +70,10 @@ class Workers:
         self._on_unusable = on_unusable
         self._workers: dict[int, Worker] = {}
         self._exits: list[tuple[int, int]] = []
-        self._exit_reports: set[asyncio.Task[None]] = set()
-        """Tasks that report exits, with clues."""
         self._rendezvous = Relay(send, self._hand_to)
-        self._kernel = KernelClues()
-        self._idleness = Idleness()
+        self.idleness = Idleness()
         self._output = ScriptOutput(send, request.progress_pattern)
+        self._exit_reports = ExitReports(send, self._output.last_look)
         self._newest_epoch = 0
         self._place = KeptPort()
         self._is_first = self._declared = self._met = False
@@ -179,6 +175,11 @@ class Workers:
             self._met = self._place.is_used()
         return self._met
 
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids of the workers that have started, by rank."""
+        return {rank: worker.pid for rank, worker in self._workers.items() if worker.pid}
+
     def beat(self) -> m.Beat:
         self._output.look()
         now = time.monotonic()
@@ -190,7 +191,7 @@ class Workers:
                     age_s=now - worker.beat_at,
                     state=state_letter(worker.pid),
                     progress=worker.progress,
-                    idle_s=None if self._declared else self._idleness.idle_s(worker.pid),
+                    idle_s=None if self._declared else self.idleness.idle_s(worker.pid),
                 )
                 for rank, worker in self._workers.items()
                 if worker.pid
@@ -288,7 +289,7 @@ class Workers:
         print(f"rank {rank}: process {pid} {ending(status)}", flush=True)
         log_begin = self._workers[rank].log_begin
         self._workers[rank].pipe.drain()
-        self._idleness.forget(pid)
+        self.idleness.forget(pid)
         self._forget(rank)
         self._exits.append((rank, status))
         if rank == 0 and status and not self._have_met() and not self._declared:
@@ -296,19 +297,8 @@ class Workers:
         if status == 0 and not self._output.follows(rank):
             self._send(m.Exited(rank=rank, pid=pid, status=status))
             return
-        report = asyncio.get_running_loop().create_task(self._report_exit(rank, pid, status, log_begin))
-        self._exit_reports.add(report)
-        report.add_done_callback(self._exit_reports.discard)
-
-    async def _report_exit(self, rank: int, pid: int, status: int, log_begin: int) -> None:
-        """Report an exit, after the process's last output, and with clues to the cause of a failure. A hung file system
-        delays the report by at most twice `CLUES_TIMEOUT_S`."""
-        await self._output.last_look(rank, CLUES_TIMEOUT_S)
-        clues: tuple[m.Clue, ...] = ()
-        if status:
-            log = self._logs / f"{self._node}.rank{rank}.log"
-            clues = await last_words_within(CLUES_TIMEOUT_S, log, self._kernel, log_begin)
-        self._send(m.Exited(rank=rank, pid=pid, status=status, clues=clues))
+        log = self._logs / f"{self._node}.rank{rank}.log"
+        self._exit_reports.begin(m.Exited(rank=rank, pid=pid, status=status), log, log_begin)
 
     def _forget(self, rank: int) -> None:
         self._workers.pop(rank).pipe.close()
@@ -362,8 +352,7 @@ class Workers:
         if not self._idle.is_set():
             self._signal_all(signal.SIGKILL)
             await self._until_idle(KILL_TIMEOUT_S)
-        if self._exit_reports:
-            await asyncio.wait(self._exit_reports, timeout=REAP_S)
+        await self._exit_reports.finish(REAP_S)
         if not self._idle.is_set():
             return False
         await self._forks.kill_orphans(2 * REAP_S)
@@ -390,8 +379,7 @@ class Workers:
         if not self._idle.is_set():
             self._signal_all(signal.SIGKILL)
             await self._until_idle(REAP_S)
-        if self._exit_reports:
-            await asyncio.wait(self._exit_reports, timeout=REAP_S)
+        await self._exit_reports.finish(REAP_S)
         self._output.close()
         self._forks.close()
         await self._forks.gone(REAP_S)

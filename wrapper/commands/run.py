@@ -98,7 +98,6 @@ def run(options: Options) -> int:
 
 
 def _end_for_good(options: Options) -> None:
-    """In a Slurm allocation, make sure that Slurm does not run the job again."""
     if not options.local and (job_id := allocation.job_id(os.environ)):
         end_for_good(job_id, _slurm())
 
@@ -206,7 +205,7 @@ def make_request(checked: Checked, options: Options) -> RunRequest:
         host=of_slurm.address if of_slurm else "127.0.0.1",
         ports=values.ports_of(configuration.slurm.ports) if of_slurm else None,
         interface=configuration.network.interface if of_slurm else "",
-        succession=_or_default(configuration.adapt.succession, given is not None and len(shape.nodes) > 1),
+        succession=_has_succession(configuration, given is not None and len(shape.nodes) > 1),
         slurm=of_slurm.request if of_slurm else None,
         container=container.with_folders(checked.inside, mounted),
         listening=checked.listening,
@@ -345,6 +344,7 @@ def _settings(
         tune=layout.tune,
         memory_bytes=configuration.job.memory_per_device,
         idle_limit_s=configuration.job.idle_limit,
+        script_hang_s=configuration.job.hang_limit,
         max_restarts=adapt.max_restarts,
         min_nodes=configuration.job.min_nodes or 0,
         come_backs=adapt.come_backs,
@@ -392,8 +392,8 @@ def _detection(section: DetectSection) -> Detection:
     )
 
 
-def _or_default(chosen: bool | None, default: bool) -> bool:
-    return default if chosen is None else chosen
+def _has_succession(configuration: Configuration, default: bool) -> bool:
+    return default if configuration.adapt.succession is None else configuration.adapt.succession
 
 
 def _absolute_entries(python_path: str) -> str:

@@ -77,6 +77,10 @@ class JobSection(Section):
     successfully. Then they are ended, with exit code 1. A process is idle while neither it nor any process that it
     started uses a processor, waits for a disk or writes. A process that only waits for something remote, such as
     `sbatch --wait` or the end of an upload, counts as idle: for such scripts set a longer time, or `never`."""
+    hang_limit: Annotated[float | None, BeforeValidator(values.duration_or_never)] = _SETTINGS.script_hang_s
+    """How long a script that does not use resihp may print no iteration before a rank that does nothing, while the
+    others wait for it, is taken for hung: it is killed, and the script is started again. At least ten usual gaps
+    between two iterations and three times the longest one must have passed, too. `never`: not at all."""
     name: Annotated[str, AfterValidator(values.plain_or_none)] = ""
     """Name of the job in Slurm. Jobs of a chain share it. If left out, the name of the training script."""
     setup: tuple[Annotated[str, AfterValidator(values.shell_line)], ...] = ()

@@ -292,6 +292,8 @@ class Supervisor:
                 self._links.spawn(action.node, self._starts.spawn(action, place))
             case api.EndProcesses():
                 self._links.post(action.node, m.EndRound(grace_s=ROUND_GRACE_S))
+            case api.LookAtWorkers():
+                self._links.post(action.node, m.InspectWorkers())
             case api.Order():
                 self._links.order(action.ranks, action.order)
             case api.SignalWorker():

@@ -158,7 +158,8 @@ def _words_of_end(member: Member, status: int) -> tuple[str, str]:
         cause = f"cannot start: {member.unwilling}"
     else:
         cause = ending(status)
-    return cause, f"pid {member.pid} on node {member.node}: {_ending_of(member, status)}"
+    pid = f"pid {member.pid} on node {member.node}: {_ending_of(member, status)}"
+    return cause, f"{pid}\n{member.hang_evidence}" if member.hang_evidence else pid
 
 
 def under_way(job: Job, victims: set[int]) -> int:

@@ -10,6 +10,7 @@ from resihp.controller import iterations, transition
 from resihp.controller.fail_stop import early_losses, endings, failures, last_to_leave, liveness, silence
 from resihp.controller.nodes import joins
 from resihp.controller.rounds import restarts
+from resihp.controller.scripts import script_hangs
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member, Node
 from resihp.controller.state.transitions import Transition
@@ -85,6 +86,8 @@ def judge_start(job: Job) -> None:
         early_losses.judge(job)
     if job.stage == "gathering" and job.record.placements:
         last_to_leave.judge(job)
+    if job.runs_script:
+        script_hangs.judge(job)
 
 
 def judge_absent(job: Job) -> None:

@@ -160,7 +160,9 @@ def _start(job: Job, nodes: tuple[str, ...]) -> None:
     assert job.record.restart is not None
     number, ended_at = job.record.restart.round, job.now
     devices = [(name, device) for name in nodes for device in range(job.settings.gpus_per_node)]
-    job.start = Beginning(met=True, restarted=(job.start.ending or Restarting({}, job.now)).since)
+    job.start = Beginning(
+        met=True, hang=job.start.hang.of_next_round(), restarted=(job.start.ending or Restarting({}, job.now)).since
+    )
     job.errors.clear()
     job.signalled.clear()
     job.starting.clear()

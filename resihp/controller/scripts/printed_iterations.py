@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 
+from resihp.controller.scripts import script_hangs
 from resihp.controller.state.job import Job
 from resihp.protocol import messages as m
 from resihp.record.describe import explain
@@ -24,9 +25,12 @@ def printed(job: Job, report: m.Printed) -> None:
     member = job.members.get(report.rank)
     if member is None or not member.alive or job.has_declared:
         return
+    before = job.counter.at, job.counter.iteration
     for figures in report.figures:
         if figures.iteration > 0:
             _take(job, report, figures)
+    if (job.counter.at, job.counter.iteration) != before:
+        script_hangs.note_iteration(job, before[0])
     _judge_recovery(job)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from resihp.controller.interface import AnyEvent
+from resihp.controller.state.iterations import HangWatch
 from resihp.protocol.messages import Clue, Inventory
 from resihp.record.state import HowLost
 
@@ -49,6 +50,7 @@ class Beginning:
     restarted: float | None = None
     """Time at which the round before was ordered to end; None if this is the first round, or not known after a
     take-over."""
+    hang: HangWatch = field(default_factory=HangWatch)
     examined: bool = False
     """Whether all devices and links have been probed."""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from resihp.detector.hangs.culprits import Look
 from resihp.protocol.messages import Evaluated, StepOutcome, Stepped
 from resihp.scheduler.cost.profile import Profile
 
@@ -66,6 +67,34 @@ class PrintedCounter:
     """Time of the last `CounterSeen` entry."""
     is_finite: bool = True
     """Whether the last loss was finite, or none was printed."""
+
+
+@dataclass
+class HangWatch:
+    """The inspection of a script without new iterations (`scripts.script_hangs`)."""
+
+    gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+    """Seconds between the arrivals of the latest printed iterations."""
+    longest_s: float = 0.0
+    """The longest gap so far."""
+    is_begun: bool = False
+    """Whether an iteration was printed in this round."""
+    asked_at: float | None = None
+    """Time of the last order to inspect all processes; None if the script is not suspected to hang."""
+    is_judged: bool = False
+    """Whether the answers to that order have been judged."""
+    looks: dict[int, Look] = field(default_factory=dict)
+    """The answers, by rank."""
+    before: dict[int, Look] = field(default_factory=dict)
+    """The answers to the order before."""
+
+    def forget_looks(self) -> None:
+        """Begin anew: there is progress again, or the ranks that hang are ended."""
+        self.asked_at, self.looks, self.before, self.is_judged = None, {}, {}, False
+
+    def of_next_round(self) -> HangWatch:
+        """Return the watch of the next round, which keeps the known gaps."""
+        return HangWatch(gaps_s=self.gaps_s, longest_s=self.longest_s)
 
 
 @dataclass(frozen=True)

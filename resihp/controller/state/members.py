@@ -62,6 +62,8 @@ class Member:
     """Time at which it raised an exception or ended, whichever came first; None before that."""
     fenced: str | None = None
     """Reason for which the controller killed it; None if it did not."""
+    hang_evidence: str = ""
+    """Stacks of all ranks at the time when it was killed because it hung; empty if it was not."""
     stepped: int = 0
     beat: WorkerBeat | None = None
     beat_at: float = 0.0

@@ -151,6 +151,17 @@ MEGATRON_FORMATS = (
 )
 """Used while a job prints. For whole files, `resihp.detector.offline.recordings.megatron_log` knows more variants."""
 
+_NO_EVALUATION = r"(?i)^(?!.*\b(?:val|valid|validation|eval|evaluation|test)\b)"
+_NUMBERED_STEP = r"(?<![\w/])(?:global[ _]?step|iteration|iter|step|batch)\s*[:=#]?\s*\[?\s*(\d{1,15})\b(?!\.\d)"
+HOMEMADE_FORMATS = (
+    _format(
+        "script", "oss", r"\bEpoch:? ?\[(?P<epoch>\d{1,9})/\d{1,9}\],? Step:? ?\[(\d{1,15})/(?P<length>\d{1,15})\]"
+    ),
+    _format("script", "oss", rf"{_NO_EVALUATION}.*?{_NUMBERED_STEP}"),
+)
+"""Lines of loops that people write themselves, with a step or iteration and a loss. Used while a job prints, after all
+other formats."""
+
 _PASSED = r"(?P<passed>(?:\d{1,5} days?, )?\d{1,6}(?::\d\d){1,2})"
 _BAR_UNIT = r"(?:it|iter|step|steps|batch|batches)"
 _PACE = rf"(?:s/ ?{_BAR_UNIT}|{_BAR_UNIT}/s)\b"

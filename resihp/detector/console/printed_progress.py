@@ -14,6 +14,7 @@ import re
 import msgspec
 
 from resihp.detector.console.line_formats import (
+    HOMEMADE_FORMATS,
     LINE_FORMATS,
     MEGATRON_FORMATS,
     BarLine,
@@ -51,7 +52,7 @@ TOKENS_PER_SECOND = re.compile(
 )
 GOAL_PATTERN = re.compile(r"\s*/\s*(\d{1,15})\b")
 """The number of iterations, behind the number of one."""
-ALL_FORMATS = (*MEGATRON_FORMATS, *LINE_FORMATS)
+ALL_FORMATS = (*MEGATRON_FORMATS, *LINE_FORMATS, *HOMEMADE_FORMATS)
 
 
 class PrintedIteration(msgspec.Struct, frozen=True, kw_only=True):

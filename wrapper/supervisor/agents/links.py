@@ -308,6 +308,8 @@ class AgentLinks:
             case m.RoundEnded():
                 link.moved_meeting(message.meeting_port)
                 self._event(api.ProcessesEnded(node=link.node))
+            case m.WorkersInspected():
+                self._event(api.WorkersSeen(node=link.node, looks=message.looks))
             case m.SpawnFailed():
                 if message.rank is not None:
                     self._check(link, message.rank)

@@ -37,13 +37,16 @@ class Script(Start):
     def obey(self) -> None:
         """Carry out the orders of the controller that are not carried out yet."""
         while self.obeyed < len(self.actions):
-            action = self.actions[self.obeyed]
-            self.obeyed += 1
-            if isinstance(action, api.StartWorkers):
-                for rank, device in action.workers:
-                    self.feed(api.WorkerSpawned(rank=rank, node=action.node, device=device, pid=1000 + self.obeyed))
-            elif isinstance(action, api.EndProcesses):
-                self.end_processes(action.node)
+            self.obey_one()
+
+    def obey_one(self) -> None:
+        action = self.actions[self.obeyed]
+        self.obeyed += 1
+        if isinstance(action, api.StartWorkers):
+            for rank, device in action.workers:
+                self.feed(api.WorkerSpawned(rank=rank, node=action.node, device=device, pid=1000 + self.obeyed))
+        elif isinstance(action, api.EndProcesses):
+            self.end_processes(action.node)
 
     def end_processes(self, node: str) -> None:
         for rank in self.controller.job.live:

@@ -153,3 +153,25 @@ def test_a_line_without_end_does_not_fill_memory() -> None:
     for _ in range(100):
         progress.feed("x" * 100_000, 1.0)
     assert len(progress._rest) <= MAX_LINE  # the only place where output is kept
+
+
+@pytest.mark.parametrize(
+    ("line", "goal"),
+    [
+        ("step {}/150 loss 0.5", 150),
+        ("iter {}: loss 0.5", None),
+        ("[rank0] Step {} Loss=0.5 lr 1e-3", None),
+        ("Epoch [1/3], Step [{}/938], Loss: 0.5", None),
+        ("train loss 0.5 at iteration {}", None),
+    ],
+)
+def test_lines_of_homemade_loops_are_read(line: str, goal: int | None) -> None:
+    progress = PrintedProgress(None)
+    printed = [entry for i in (10, 20, 30) for entry in progress.feed(line.format(i) + "\n", float(i))]
+    assert [(entry.iteration, entry.loss, entry.goal) for entry in printed] == [(i, 0.5, goal) for i in (10, 20, 30)]
+
+
+@pytest.mark.parametrize("line", ["val step {} loss 0.4", "validation loss at step {}: 3", "step {} of the setup"])
+def test_lines_of_evaluations_and_of_other_steps_are_not(line: str) -> None:
+    progress = PrintedProgress(None)
+    assert not [entry for i in (10, 20, 30) for entry in progress.feed(line.format(i) + "\n", float(i))]

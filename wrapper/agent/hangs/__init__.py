@@ -1,0 +1,1 @@
+"""What an agent can say of workers that make no progress."""

@@ -237,6 +237,7 @@ class Workers:
         self._output.follow(start, log, self._workers[rank].log_begin)
         self._idle.clear()
         pipe.send(encode(start))
+        inherited = container.of_workers(self._request.container, os.environ)
         self._forks.fork(
             Fork(
                 rank=rank,
@@ -244,15 +245,12 @@ class Workers:
                 kind=self._request.program.kind,
                 argv=arguments_of(start, self._request),
                 cwd=self._request.cwd,
-                environment=environment_of(start, self._request, self._inherited(), environment, self.network),
+                environment=environment_of(start, self._request, inherited, environment, self.network),
                 log=str(log),
                 processors=self.processors.get(start.device, ()),
             ),
             theirs,
         )
-
-    def _inherited(self) -> Mapping[str, str]:
-        return container.of_workers(self._request.container, os.environ)
 
     def _receive(self, rank: int, body: bytes) -> None:
         """Handle a message of a worker. Raises ProtocolError if the message is invalid."""
@@ -293,21 +291,15 @@ class Workers:
         self._exits.append((rank, status))
         if rank == 0 and status and not self._have_met() and not self._declared:
             self._place.watch()  # other ranks may wait for it there
-        if status == 0 and not self._output.follows(rank):
-            self._send(m.Exited(rank=rank, pid=pid, status=status))
-            return
         report = asyncio.get_running_loop().create_task(self._report_exit(rank, pid, status, log_begin))
         self._exit_reports.add(report)
         report.add_done_callback(self._exit_reports.discard)
 
     async def _report_exit(self, rank: int, pid: int, status: int, log_begin: int) -> None:
-        """Report an exit, after the process's last output, and with clues to the cause of a failure. A hung file system
-        delays the report by at most twice `CLUES_TIMEOUT_S`."""
+        """Report an exit after the last output, and with clues to a failure. A hung file system delays it by 0.4 s."""
         await self._output.last_look(rank, CLUES_TIMEOUT_S)
-        clues: tuple[m.Clue, ...] = ()
-        if status:
-            log = self._logs / f"{self._node}.rank{rank}.log"
-            clues = await last_words_within(CLUES_TIMEOUT_S, log, self._kernel, log_begin)
+        log = self._logs / f"{self._node}.rank{rank}.log"
+        clues = await last_words_within(CLUES_TIMEOUT_S, log, self._kernel, log_begin) if status else ()
         self._send(m.Exited(rank=rank, pid=pid, status=status, clues=clues))
 
     def _forget(self, rank: int) -> None:
@@ -392,7 +384,6 @@ class Workers:
             await self._until_idle(REAP_S)
         if self._exit_reports:
             await asyncio.wait(self._exit_reports, timeout=REAP_S)
-        self._output.close()
         self._forks.close()
         await self._forks.gone(REAP_S)
         self._place.close()

@@ -41,7 +41,10 @@ def _take(job: Job, report: m.Printed, figures: m.PrintedFigures) -> None:
     has_new_goal = record.counter is not None and report.goal not in (None, record.counter.goal)
     if record.counter is None or (has_new_goal and is_due) or (again and (went_back or is_due)):
         counter.noted_at = job.now
-        job.log(CounterSeen(rank=report.rank, iteration=iteration, furthest=record.committed, goal=report.goal))
+        entry = CounterSeen(rank=report.rank, iteration=iteration, furthest=record.committed, goal=report.goal)
+        job.log(entry)
+        if again and went_back:
+            job.say("notice", explain(entry))
     _judge_loss(job, report.rank, figures)
     if not again:
         job.log(

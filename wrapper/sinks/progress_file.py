@@ -35,7 +35,9 @@ def after(progress: ProgressFile, record: journal.Record) -> ProgressFile:
         case journal.JobStarted() as entry:
             return msgspec.structs.replace(progress, nodes=entry.nodes, gpus_per_node=entry.gpus_per_node)
         case journal.ModelDeclared(declare=declare):
-            return msgspec.structs.replace(progress, target=declare.iterations, resumed_from=declare.resume_from)
+            return msgspec.structs.replace(
+                progress, target=declare.iterations, resumed_from=declare.resume_from, redone=False, recent=()
+            )
         case journal.CounterSeen() as entry:
             redone = entry.iteration <= entry.furthest
             return msgspec.structs.replace(progress, target=entry.goal, redone=redone)

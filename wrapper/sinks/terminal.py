@@ -167,6 +167,7 @@ class LiveView:
             case journal.ModelDeclared():
                 self._trains = True
                 self._goal = entry.declare.iterations
+                self._counter = self._last = None
             case journal.PlanDecided():
                 self._next = entry.next_iteration
             case journal.IterationCommitted():

@@ -24,6 +24,8 @@ def printed(job: Job, report: m.Printed) -> None:
     member = job.members.get(report.rank)
     if member is None or not member.alive or job.has_declared:
         return
+    if not (job.needs_all or job.settings.spares_wait):
+        return  # it may declare a model yet, and prints the progress of something else meanwhile
     for figures in report.figures:
         if figures.iteration > 0:
             _take(job, report, figures)

@@ -109,6 +109,9 @@ def start_job(session: Session, job: models.JobRow, entry: journal.JobStarted, a
 
 
 def declare_model(session: Session, job: models.JobRow, entry: journal.ModelDeclared, at: float) -> None:
+    if job.model is not None:  # the script had printed iterations of something else before
+        of_job = models.IterationRow.job_id == job.id
+        session.execute(delete(models.IterationRow).where(of_job, models.IterationRow.tokens == 0))
     job.model = msgspec.json.encode(entry.declare).decode()
     if entry.software is not None:
         for name, version in msgspec.structs.asdict(entry.software).items():

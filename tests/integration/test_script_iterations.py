@@ -48,6 +48,7 @@ def test_its_status_and_history_have_the_figures_that_it_prints(job: Job) -> Non
     assert (status["iteration"], status["target"], status["state"]) == (60, 60, "completed")
     assert status["iteration_seconds"] == pytest.approx(0.05)
     assert 0.5 < status["goodput"] <= 1.0
+    assert "LossNotFinite" in [event["kind"] for event in status["events"]]
     rows = job.history("iterations")
     assert [row["iteration"] for row in rows] == list(range(2, 61, 2))
     assert rows[-1]["loss"] == pytest.approx(2.1)

@@ -238,6 +238,7 @@ class Workers:
         self._output.follow(start, log, self._workers[rank].log_begin)
         self._idle.clear()
         pipe.send(encode(start))
+        inherited = container.of_workers(self._request.container, os.environ)
         self._forks.fork(
             Fork(
                 rank=rank,
@@ -245,15 +246,12 @@ class Workers:
                 kind=self._request.program.kind,
                 argv=arguments_of(start, self._request),
                 cwd=self._request.cwd,
-                environment=environment_of(start, self._request, self._inherited(), environment, self.network),
+                environment=environment_of(start, self._request, inherited, environment, self.network),
                 log=str(log),
                 processors=self.processors.get(start.device, ()),
             ),
             theirs,
         )
-
-    def _inherited(self) -> Mapping[str, str]:
-        return container.of_workers(self._request.container, os.environ)
 
     def _receive(self, rank: int, body: bytes) -> None:
         """Handle a message of a worker. Raises ProtocolError if the message is invalid."""
@@ -294,9 +292,6 @@ class Workers:
         self._exits.append((rank, status))
         if rank == 0 and status and not self._have_met() and not self._declared:
             self._place.watch()  # other ranks may wait for it there
-        if status == 0 and not self._output.follows(rank):
-            self._send(m.Exited(rank=rank, pid=pid, status=status))
-            return
         log = self._logs / f"{self._node}.rank{rank}.log"
         self._exit_reports.begin(m.Exited(rank=rank, pid=pid, status=status), log, log_begin)
 
@@ -380,7 +375,6 @@ class Workers:
             self._signal_all(signal.SIGKILL)
             await self._until_idle(REAP_S)
         await self._exit_reports.finish(REAP_S)
-        self._output.close()
         self._forks.close()
         await self._forks.gone(REAP_S)
         self._place.close()

@@ -73,6 +73,8 @@ class ProgressFile(msgspec.Struct, frozen=True, kw_only=True):
     layout: str = ""
     target: int | None = None
     resumed_from: int = 0
+    redone: bool = False
+    """Whether a script without `resihp.Trainer` does iterations again after a restart, so that none is committed."""
     recent: tuple[LastIteration, ...] = ()
 
 

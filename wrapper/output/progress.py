@@ -105,6 +105,7 @@ def progress_in(file: ProgressFile, now_s: float) -> Row | None:
         return None
     return {
         **figures,
+        "stuck": figures["stuck"] and not file.redone,
         "nodes": file.nodes,
         "gpus_per_node": file.gpus_per_node,
         "layout": file.layout or None,

@@ -35,9 +35,12 @@ def after(progress: ProgressFile, record: journal.Record) -> ProgressFile:
         case journal.JobStarted() as entry:
             return msgspec.structs.replace(progress, nodes=entry.nodes, gpus_per_node=entry.gpus_per_node)
         case journal.ModelDeclared(declare=declare):
-            return msgspec.structs.replace(progress, target=declare.iterations, resumed_from=declare.resume_from)
-        case journal.CounterSeen(goal=goal):
-            return msgspec.structs.replace(progress, target=goal)
+            return msgspec.structs.replace(
+                progress, target=declare.iterations, resumed_from=declare.resume_from, redone=False, recent=()
+            )
+        case journal.CounterSeen() as entry:
+            redone = entry.iteration <= entry.furthest
+            return msgspec.structs.replace(progress, target=entry.goal, redone=redone)
         case journal.IterationCommitted(outcome=outcome) as entry:
             last = LastIteration(
                 iteration=outcome.iteration,
@@ -46,7 +49,9 @@ def after(progress: ProgressFile, record: journal.Record) -> ProgressFile:
                 seconds=entry.seconds,
                 finished_at=record.at,
             )
-            return msgspec.structs.replace(progress, recent=(*progress.recent[1 - RECENT_ITERATIONS :], last))
+            return msgspec.structs.replace(
+                progress, redone=False, recent=(*progress.recent[1 - RECENT_ITERATIONS :], last)
+            )
         case _:
             return progress
 

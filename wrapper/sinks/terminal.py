@@ -135,7 +135,6 @@ class LiveView:
         """Show a journal record that has just been written."""
         entry = record.entry
         self._dirty = True
-        went_back = self._went_back(entry)
         self._follow(record)
         match entry:
             case journal.ModelDeclared():
@@ -147,8 +146,6 @@ class LiveView:
                 self._show_idle_gpus()
             case journal.IterationCommitted():
                 self._committed()
-            case journal.CounterSeen() if went_back:
-                self._line(explain(entry), _STYLES["notice"])
             case journal.FailureFound():
                 self._always = ITERATIONS_AFTER_FAILURE
                 self._line(explain(entry), _STYLES["warning"])
@@ -170,6 +167,7 @@ class LiveView:
             case journal.ModelDeclared():
                 self._trains = True
                 self._goal = entry.declare.iterations
+                self._counter = self._last = None
             case journal.PlanDecided():
                 self._next = entry.next_iteration
             case journal.IterationCommitted():
@@ -178,12 +176,6 @@ class LiveView:
                 self._counter = entry
             case _:
                 pass
-
-    def _went_back(self, entry: journal.AnyEntry) -> bool:
-        """Return whether the iteration counter of a script has just gone back, so that iterations are done again."""
-        if not isinstance(entry, journal.CounterSeen) or self._counter is None or entry.iteration > entry.furthest:
-            return False
-        return entry.furthest > self._counter.furthest or entry.iteration <= self._counter.iteration
 
     @_quiet
     def report(self, rank: int, stepped: Stepped) -> None:

@@ -25,6 +25,8 @@ def printed(job: Job, report: m.Printed) -> None:
     member = job.members.get(report.rank)
     if member is None or not member.alive or job.has_declared:
         return
+    if not (job.needs_all or job.settings.spares_wait):
+        return  # it may declare a model yet, and prints the progress of something else meanwhile
     before = job.counter.at, job.counter.iteration
     for figures in report.figures:
         if figures.iteration > 0:
@@ -45,7 +47,10 @@ def _take(job: Job, report: m.Printed, figures: m.PrintedFigures) -> None:
     has_new_goal = record.counter is not None and report.goal not in (None, record.counter.goal)
     if record.counter is None or (has_new_goal and is_due) or (again and (went_back or is_due)):
         counter.noted_at = job.now
-        job.log(CounterSeen(rank=report.rank, iteration=iteration, furthest=record.committed, goal=report.goal))
+        entry = CounterSeen(rank=report.rank, iteration=iteration, furthest=record.committed, goal=report.goal)
+        job.log(entry)
+        if again and went_back:
+            job.say("notice", explain(entry))
     _judge_loss(job, report.rank, figures)
     if not again:
         job.log(

@@ -34,6 +34,8 @@ MAX_LINES = 500
 """Lines of one piece of output that are read, its last ones: a script may print a gigabyte a minute."""
 MIN_BAR_S = 5.0
 """Elapsed time of a bar before it counts: bars of loading and tokenising are shorter than that of training."""
+MAX_ITERATION = 10**15
+"""Numbers above this are no iterations."""
 BIG_JUMP = 100
 """An iteration that is more than this many usual steps ahead is doubtful."""
 NUMBER_PATTERN = r"[-+]?(?:nan|inf(?:inity)?|\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.?\d*(?:e[-+]?\d+)?|\.\d+)"
@@ -94,6 +96,8 @@ class _Form:
 
     def take(self, stated: PrintedIteration) -> PrintedIteration | None:
         """Note a line of this form; return what it reports."""
+        if stated.iteration > MAX_ITERATION:
+            return None
         if self.last is None:
             self.first = self.last = stated
             return None
@@ -235,7 +239,7 @@ def _of_pattern(match: re.Match[str], at: float) -> PrintedIteration | None:
         seconds=groups.get("seconds"),
         loss=groups.get("loss"),
         tokens_per_second=groups.get("tokens_per_second"),
-        goal=int(goal) if goal.is_integer() else None,
+        goal=int(goal) if goal.is_integer() and 0 < goal <= MAX_ITERATION else None,
     )
 
 

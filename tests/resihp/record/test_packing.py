@@ -249,3 +249,16 @@ def test_who_takes_over_knows_the_last_iterations_packed_or_not() -> None:
     assert last_commits(packed, 80) == wanted[-80:]
     assert last_commits(packed, 2) == wanted[-2:]
     assert last_commits([], 5) == []
+
+
+def test_iterations_that_a_script_printed_stay_so() -> None:
+    records = [
+        Record(seq, float(seq), IterationCommitted(
+            epoch=0, outcome=StepOutcome.printed(seq, None if seq % 2 else 1.5), seconds=0.5, predicted_seconds=None
+        ))
+        for seq in range(1, 41)
+    ]  # fmt: skip
+    (packed,) = pack(records)
+    outcomes = [record.entry.outcome for record in unpack([packed]) if isinstance(record.entry, IterationCommitted)]
+    assert all(outcome.is_printed for outcome in outcomes)
+    assert [outcome.loss_is_unknown for outcome in outcomes] == [True, False] * 20

@@ -18,6 +18,7 @@ from resihp.wrapper.commands.status import tables
 from resihp.wrapper.job_folder import create_local_job, find_job, take_lock
 from resihp.wrapper.sinks.figures import followed
 from tests.db.conftest import started, write_journal
+from tests.resihp.controller.direct import DECLARE
 from tests.wrapper.commands.status.test_status import resihp
 
 
@@ -150,3 +151,11 @@ def test_lines_that_were_read_together_are_all_useful_time() -> None:
     assert status["goodput"] == pytest.approx(1.0, abs=0.02)
     figures = followed([journal.Record(seq, 1e9 + at, entry) for seq, (entry, at) in enumerate(told, 1)])
     assert figures.goodput(1e9 + 61.0) == pytest.approx(status["goodput"], abs=0.02)
+
+
+def test_what_was_printed_before_a_model_is_declared_is_forgotten() -> None:
+    trains = journal.ModelDeclared(declare=DECLARE)
+    name = write(entries(400, (trains, 400.0)))
+    status = running(name)
+    assert (status["iteration"], status["loss"], status["target"]) == (0, None, DECLARE.iterations)
+    assert json.loads(resihp("history", "iterations", name, "--json").stdout)["rows"] == []

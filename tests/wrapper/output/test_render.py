@@ -641,3 +641,25 @@ def test_a_sentence_is_broken_between_words_in_a_terminal_alone(live: bool) -> N
     lines = printed.getvalue().splitlines()
     assert " ".join(line.strip() for line in lines) == sentence.replace("\x1b", "\\x1b")
     assert max(map(len, lines)) <= 40 if live else len(lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("rank", "lines"), [(0, []), (3, ["iteration 10  loss 2.5000  0.50 s", "iteration 40  0.50 s"])]
+)
+def test_iterations_that_a_script_prints_are_shown_unless_its_output_is(rank: int, lines: list[str]) -> None:
+    shown = Shown(terminal=False)
+    told: list[journal.AnyEntry] = [journal.CounterSeen(rank=rank, iteration=10, goal=40)]
+    told += [
+        journal.IterationCommitted(
+            epoch=0,
+            outcome=StepOutcome.printed(i, 2.5 if i == 10 else None),
+            seconds=0.5,
+            predicted_seconds=None,
+        )
+        for i in (10, 20, 30, 40)
+    ]
+    for seq, entry in enumerate(told, 1):
+        shown.now += 0.1
+        shown.view.entry(journal.Record(seq, BEGAN + shown.now, entry))
+    shown.view.close()
+    assert [line.split(" ", 2)[2] for line in shown.file.getvalue().splitlines()] == lines

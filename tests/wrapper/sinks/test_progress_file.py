@@ -13,9 +13,11 @@ import pytest
 
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
+from resihp.protocol.messages import StepOutcome
 from resihp.record import journal
 from resihp.wrapper.job_files.contents import ProgressFile
 from resihp.wrapper.job_folder import Job, create_local_job
+from resihp.wrapper.output.progress import progress_in
 from resihp.wrapper.sinks import progress_file
 from resihp.wrapper.sinks.progress_file import ProgressFileWriter
 from tests.resihp.controller.direct import DECLARE
@@ -135,3 +137,23 @@ def records_of(records: list[journal.Record], kind: type[journal.Entry]) -> list
 
 def records_layout(records: list[journal.Record]) -> str:
     return str(records_of(records, journal.PlanDecided)[-1].entry.plan.layout.describe())
+
+
+def test_a_script_that_does_iterations_again_does_not_look_stuck() -> None:
+    so_far, now_s = progress_file.ProgressSoFar(), 1e9 + 10_000.0
+
+    def follow(seq: int, entry: journal.AnyEntry) -> bool:
+        so_far.follow(journal.Record(seq, 1e9 + seq, entry))
+        figures = progress_in(so_far.progress, now_s)
+        assert figures is not None
+        return bool(figures["stuck"])
+
+    def printed(iteration: int) -> journal.IterationCommitted:
+        outcome = StepOutcome.printed(iteration, 2.5)
+        return journal.IterationCommitted(epoch=0, outcome=outcome, seconds=1.0, predicted_seconds=None)
+
+    follow(1, journal.CounterSeen(rank=0, iteration=1, goal=100))
+    assert [follow(seq, printed(seq)) for seq in (2, 3, 4)] == [True] * 3, "they are long ago"
+    assert not follow(5, journal.CounterSeen(rank=0, iteration=2, furthest=4, goal=100))
+    assert follow(6, printed(5))
+    assert so_far.progress.target == 100

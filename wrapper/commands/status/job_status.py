@@ -40,7 +40,7 @@ EVENT_KINDS = (
     ),
     *("Suspected", "SuspicionCleared", "CoverageChanged"),
     *("DrainDecided", "DrainAnswered", "NodeReleased", "ReplacementAsked", "ReplacementChanged", "SlurmSaw"),
-    "ReservationSeen",
+    *("ReservationSeen", "LossNotFinite"),
     *("LeaderChosen", "JobSignalled", "FaultInjected", "CheckpointCommitted", "JobEnded"),
 )
 

@@ -19,7 +19,7 @@ from tests.resihp.controller.test_startup import Start
 
 def script(**settings: Any) -> Start:
     """A plain script of four ranks on two nodes."""
-    job = gathered(**{"slurm": False, "node_given_up_s": 1e9, **settings})
+    job = gathered(**{"slurm": False, "node_given_up_s": 1e9, "spares_wait": True, **settings})
     job.spawn(0, 1, 2, 3)
     return job
 
@@ -147,3 +147,13 @@ def test_a_restart_has_mended_the_failure_once_an_iteration_is_printed() -> None
     (_, again) = job.all(Reconfigured)
     assert (again.epoch, again.failures, again.attempts) == (3, (2, 3), 2)
     assert [entry.epoch for entry in job.all(IterationCommitted)][-2:] == [0, 3]
+
+
+def test_a_script_that_mentions_resihp_has_no_printed_iterations_before_its_ranks_have_met() -> None:
+    """It may count its samples before it declares its model."""
+    job = script(spares_wait=False)
+    prints(job, *range(1, 500))
+    assert job.journal == [entry for entry in job.journal if not isinstance(entry, CounterSeen | IterationCommitted)]
+    job.feed(api.AgentBeat(node="n1", beat=m.Beat(workers=(), met=True)))
+    prints(job, 1, 2)
+    assert committed(job) == [1, 2]

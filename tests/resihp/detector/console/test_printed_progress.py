@@ -134,6 +134,13 @@ def test_a_users_pattern_takes_precedence() -> None:
     assert nameless.feed("batch one\nbatch two\n", 1.0) == []
 
 
+def test_a_number_that_no_counter_reaches_is_no_iteration() -> None:
+    progress = PrintedProgress(re.compile(r"batch (?P<iteration>\d+) of (?P<goal>\d+)"))
+    huge = "9" * 30
+    reports = progress.feed(f"batch {huge} of {huge}\nbatch 1 of {huge}\nbatch 2 of {huge}\nbatch {huge}0 of 3\n", 1.0)
+    assert [(report.iteration, report.goal) for report in reports] == [(1, None), (2, None)]
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -88,8 +88,14 @@ def resume(job: Job) -> None:
             waiting.setdefault(place.node, []).append(rank)
     job.start.ending = Restarting(waiting=waiting, since=job.now)
     for name in waiting:
-        job.do(api.EndProcesses(node=name))
+        job.do(api.EndProcesses(node=name, round=job.record.round))
     proceed(job)
+
+
+def processes_ended(job: Job, event: api.ProcessesEnded) -> None:
+    """Handle the report of a node. A report of an earlier round is the answer to a repeated order."""
+    if event.round == job.record.round:
+        node_ended(job, event.node)
 
 
 def node_ended(job: Job, name: str) -> None:

@@ -49,7 +49,7 @@ class Script(Start):
         for rank in self.controller.job.live:
             if self.controller.job.members[rank].node == node:
                 self.feed(api.WorkerExited(rank=rank, status=-15))
-        self.feed(api.ProcessesEnded(node=node))
+        self.feed(api.ProcessesEnded(node=node, round=self.controller.job.record.round))
 
     def kill(self, rank: int) -> None:
         self.feed(api.WorkerExited(rank=rank, status=-9))
@@ -336,6 +336,20 @@ def test_a_successor_starts_the_round_that_was_decided() -> None:
     assert after.rounds == [(2, ("n1", "n1", "n2", "n2"))]
 
 
+def test_the_answer_to_a_repeated_order_does_not_end_the_next_round() -> None:
+    """A successor repeats the order; the answer comes once the next round runs and is being ended, too."""
+    job = script(slurm=False)
+    job.kill(0)
+    job.obey()
+    job.kill(3)
+    late = [api.ProcessesEnded(node=name, round=0) for name in ("n1", "n2")]
+    for answer in late:
+        job.feed(answer)
+    assert len(job.rounds) == 2, "no process of round 1 has been ended"
+    job.obey()
+    assert len(job.rounds) == 3
+
+
 @pytest.mark.parametrize("seed", range(150))
 def test_no_two_rounds_ever_run_at_the_same_time(seed: int) -> None:
     """Kills, losses of nodes, refusals, take-overs and late reports in any order: a rank names one live process."""
@@ -343,6 +357,8 @@ def test_no_two_rounds_ever_run_at_the_same_time(seed: int) -> None:
     job = Script(nodes=4, min_nodes=draw.choice([1, 2, 4]), slurm=draw.random() < 0.3, max_restarts=8)
     running: dict[int, str] = {}
     pending: list[api.AnyAction] = []
+    ended: dict[str, int] = {}
+    answers: list[api.ProcessesEnded] = []
 
     def carry_out(action: api.AnyAction) -> None:
         if isinstance(action, api.StartWorkers) and job.controller.job.nodes[action.node].alive:
@@ -351,10 +367,13 @@ def test_no_two_rounds_ever_run_at_the_same_time(seed: int) -> None:
                 running[rank] = action.node
                 job.feed(api.WorkerSpawned(rank=rank, node=action.node, device=device, pid=100 + rank))
         elif isinstance(action, api.EndProcesses) and job.controller.job.nodes[action.node].alive:
+            answers.append(api.ProcessesEnded(node=action.node, round=action.round))
+            if action.round <= ended.get(action.node, -1):
+                return  # the order is repeated
+            ended[action.node] = action.round
             for rank in [rank for rank, node in running.items() if node == action.node]:
                 del running[rank]
                 job.feed(api.WorkerExited(rank=rank, status=-15))
-            job.feed(api.ProcessesEnded(node=action.node))
         elif isinstance(action, api.DropNode):
             for rank in [rank for rank, node in running.items() if node == action.node]:
                 del running[rank]
@@ -367,6 +386,9 @@ def test_no_two_rounds_ever_run_at_the_same_time(seed: int) -> None:
             break
         if pending and draw.random() < 0.7:
             carry_out(pending.pop(0))
+            continue
+        if answers and draw.random() < 0.7:
+            job.feed(answers.pop(0))
             continue
         happens = draw.random()
         alive = [name for name, node in job.controller.job.nodes.items() if node.alive]
@@ -436,7 +458,7 @@ def test_a_restart_costs_the_same_for_each_rank_in_a_large_job() -> None:
                     rank for rank, place in enumerate(job.controller.job.record.placements) if place.node == name
                 ]:
                     job.feed(api.WorkerExited(rank=rank, status=-15))
-                job.feed(api.ProcessesEnded(node=name))
+                job.feed(api.ProcessesEnded(node=name, round=0))
         finally:
             sys.setprofile(None)
         assert job.rounds[-1][0] == 1

@@ -244,6 +244,54 @@ def test_progress_begins_the_count_anew() -> None:
     assert [entry.progressed for entry in job.all(RestartDecided)] == [True] * 7
 
 
+def test_in_a_long_job_processes_die_of_the_same_cause_again_and_again() -> None:
+    job = script(nodes=8, slurm=False)
+    for rank in (1, 3, 5, 7, 9, 11):
+        job.run_for(4000)
+        job.kill(rank)
+        job.wait(4)
+        job.obey()
+    assert job.end is None
+    assert len(job.rounds) == 7
+
+
+def test_other_nodes_may_be_lost_one_after_the_other() -> None:
+    job = script(nodes=8, min_nodes=2, slurm=False)
+    for name in ("n1", "n3", "n5", "n7", "n8"):
+        job.run_for(200)
+        job.lose(name, "its agent was killed")
+        job.wait(4)
+        job.obey()
+    assert job.end is None
+    assert job.rounds[-1][1] == ("n2", "n2", "n4", "n4", "n6", "n6")
+
+
+def test_nodes_of_ranks_that_failed_with_another_are_not_left_out() -> None:
+    """A command's ranks only exit with a status: which of them lost a peer is not known."""
+    job = script(nodes=4, min_nodes=2, slurm=False, come_backs=1)
+    for _ in range(3):
+        job.run_for(4000)
+        job.feed(api.WorkerExited(rank=2, status=-9))
+        for rank in (0, 4):
+            job.feed(api.WorkerExited(rank=rank, status=1))
+        job.wait(4)
+        job.obey()
+    assert [nodes[::2] for _, nodes in job.rounds][-1] == ("n1", "n3", "n4")
+
+
+def test_a_round_in_which_a_supervisor_died_is_no_progress_by_its_clock() -> None:
+    before = script(nodes=3, min_nodes=1, slurm=False, declares=False)
+    after = Script(controller=Controller.recover(before.settings, before.journal), slurm=False)
+    after.now = 1e6
+    for number, name in enumerate(before.settings.node_names[:2]):
+        workers = tuple(m.RunningWorker(rank=2 * number + d, device=d, pid=10 + d) for d in (0, 1))
+        after.feed(api.AgentJoined(node=name, host=name, devices=2, inventory=m.Inventory(workers=workers)))
+    after.lose("n3")
+    after.wait(4)
+    (decision,) = after.all(RestartDecided)
+    assert not decision.progressed
+
+
 def test_an_error_of_the_script_on_all_ranks_is_tried_again_only_after_progress() -> None:
     def fail(job: Script) -> None:
         for rank in range(4):

@@ -82,10 +82,10 @@ def has_progressed(job: Job, reason: str) -> bool:
     lasted_s = job.now - job.start.ordered_at
     if lasted_s > SURELY_FRUITFUL_S:
         return True
-    return lasted_s > FRUITFUL_S and not _is_same(reason, job.record.last_restart_reason)
+    return lasted_s > FRUITFUL_S and not is_same(reason, job.record.last_restart_reason)
 
 
-def _is_same(reason: str, before: str) -> bool:
+def is_same(reason: str, before: str) -> bool:
     """Return whether two rounds ended for the same reason. The loss of another node is another reason; the same error
     on another rank is not."""
     return reason == before if reason.startswith("node ") else alike(reason) == alike(before)

@@ -292,7 +292,8 @@ def test_a_round_in_which_a_supervisor_died_is_no_progress_by_its_clock() -> Non
     assert not decision.progressed
 
 
-def test_an_error_of_the_script_on_all_ranks_is_tried_again_only_after_progress() -> None:
+@pytest.mark.parametrize("seconds", [130, 8000])
+def test_an_error_of_the_script_on_all_ranks_is_tried_again_only_after_progress(seconds: float) -> None:
     def fail(job: Script) -> None:
         for rank in range(4):
             error = "ValueError: bad sample"
@@ -309,7 +310,7 @@ def test_an_error_of_the_script_on_all_ranks_is_tried_again_only_after_progress(
     job.run_for(130)
     fail(job)
     assert job.end is None
-    job.run_for(130)
+    job.run_for(seconds)
     fail(job)
     assert job.end is not None
     assert job.end[0] == 93, "the same error again"

@@ -483,6 +483,35 @@ def test_a_spare_node_waits_and_takes_the_place_of_a_lost_one() -> None:
     assert job.end == (5, "node n3: its agent was killed")
 
 
+def test_the_loss_of_a_node_without_processes_leaves_the_script_alone() -> None:
+    job = script(nodes=3, spares=1, spares_wait=True, slurm=False)
+    job.lose("n3", "its agent was killed")
+    for _ in range(4):
+        job.wait(3)
+    job.obey()
+    assert len(job.rounds) == 1
+    assert job.end is None
+    assert [failure.node for failure in job.all(FailureFound)] == ["n3"]
+    job.kill(1)
+    job.obey()
+    assert job.rounds[1] == (1, ("n1", "n1", "n2", "n2"))
+
+
+def test_a_successor_leaves_a_round_alone_that_runs_without_a_lost_node() -> None:
+    before = script(nodes=3, min_nodes=2, slurm=False)
+    before.lose("n3", "its agent was killed")
+    before.obey()
+    after = Script(controller=Controller.recover(before.settings, before.journal), slurm=False)
+    for number, name in enumerate(("n1", "n2")):
+        workers = tuple(m.RunningWorker(rank=2 * number + d, device=d, pid=10 + d) for d in (0, 1))
+        after.feed(api.AgentJoined(node=name, host=name, devices=2, inventory=m.Inventory(workers=workers)))
+    after.wait(4)
+    assert not after.all(RestartDecided)
+    assert not after.all(FailureFound)
+    assert after.end is None
+    assert after.controller.job.live == (0, 1, 2, 3)
+
+
 def test_spare_nodes_that_waited_stand_by_if_the_script_trains_with_resihp() -> None:
     job = Script(nodes=3, spares=1, spares_wait=True, slurm=False, pp=2)
     job.join(*job.settings.node_names)
@@ -550,6 +579,16 @@ def test_a_script_with_too_few_nodes_waits_for_a_replacement() -> None:
     job.feed(api.Tick())
     job.obey()
     assert job.rounds[-1] == (1, ("n1", "n1", "n9", "n9"))
+
+
+@pytest.mark.parametrize("settings", [{"slurm": False}, {"slurm": True, "observes": True}])
+def test_nobody_waits_for_a_replacement_that_is_not_asked_for(settings: dict[str, bool]) -> None:
+    job = script(nodes=2, replacements=1, **settings)
+    job.lose("n2", "its agent was killed")
+    for _ in range(6):
+        job.wait(4)
+    assert job.end is not None
+    assert not job.all(RestartDecided)
 
 
 @pytest.mark.parametrize("how", ["refused for good", "in vain"])

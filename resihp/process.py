@@ -104,9 +104,9 @@ def wait_for(child: subprocess.Popen[bytes]) -> int:
     return child.wait()
 
 
-def kill_children(within_s: float) -> None:
+def kill_children(within_s: float) -> bool:
     """Kill and reap all children of this process, and the orphans that it adopts meanwhile, for up to `within_s`
-    seconds."""
+    seconds; return whether none is left."""
     until = time.monotonic() + within_s
     with suppress(ChildProcessError):
         while time.monotonic() < until:
@@ -116,6 +116,8 @@ def kill_children(within_s: float) -> None:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
             time.sleep(0.005)
+        return False
+    return True
 
 
 def kill_descendants(spare: int | None, within_s: float) -> None:

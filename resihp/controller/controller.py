@@ -173,7 +173,7 @@ def _handle(job: Job, event: AnyEvent) -> None:
         case api.WorkersSeen():
             script_hangs.inspected(job, event)
         case api.ProcessesEnded():
-            restarts.node_ended(job, event.node)
+            restarts.processes_ended(job, event)
         case api.WorkerSaid():
             _said(job, event)
         case api.WorkerPrinted():

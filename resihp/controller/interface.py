@@ -122,9 +122,10 @@ class WorkerExited(Event, frozen=True, kw_only=True):
 
 
 class ProcessesEnded(Event, frozen=True, kw_only=True):
-    """All processes of the round have ended on this node, with all processes that they had started."""
+    """All processes of a round have ended on this node, with all processes that they had started."""
 
     node: str
+    round: int
 
 
 class WorkersSeen(Event, frozen=True, kw_only=True):
@@ -353,10 +354,11 @@ class StartWorkers(Action, frozen=True, kw_only=True):
 
 
 class EndProcesses(Action, frozen=True, kw_only=True):
-    """End all processes of the script on this node, and all processes that they have started. Answered with a
-    `ProcessesEnded` event, after a `WorkerExited` event for each process."""
+    """End all processes of a round of the script on this node, and all processes that they have started. Answered with
+    a `ProcessesEnded` event, after a `WorkerExited` event for each process."""
 
     node: str
+    round: int
 
 
 class LookAtWorkers(Action, frozen=True, kw_only=True):

@@ -259,6 +259,8 @@ def _gather_on(job: Job, recovery: Recovery, events: list[api.WorkerSaid]) -> No
         restarts.resume(job)
         return
     job.move("gathering")
+    if job.record.placements:
+        job.start.ordered_at = job.now  # when the processes started is not known on this clock
     if job.record.unexplained or job.record.lost:
         job.start.early_at = job.now
     ended = [rank for inventory in recovery.inventories.values() for rank, _ in inventory.ended]

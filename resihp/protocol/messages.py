@@ -678,8 +678,10 @@ class WorkersInspected(Message, frozen=True, kw_only=True):
 
 
 class RoundEnded(Message, frozen=True, kw_only=True):
-    """Answer to `EndRound`, after the `Exited` of each worker. `meeting_port`: as in `Join`, for the next round."""
+    """Answer to `EndRound`, after the `Exited` of each worker. `round`: as in the order. `meeting_port`: as in `Join`,
+    for the next round."""
 
+    round: int
     meeting_port: int
 
 
@@ -797,8 +799,9 @@ class InspectWorkers(Message, frozen=True, kw_only=True):
 
 class EndRound(Message, frozen=True, kw_only=True):
     """End all workers of the node and all processes that they have started: SIGTERM, then SIGKILL after `grace_s`
-    seconds. Other workers will be started in their place."""
+    seconds. If the order is repeated (by a new supervisor) after `round` has ended, it is only answered again."""
 
+    round: int
     grace_s: float
 
 

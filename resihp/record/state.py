@@ -223,7 +223,10 @@ class JobRecord:
     """Number of restarts in a row that followed a round without progress."""
     last_restart_reason: str = ""
     failed_on: dict[Device, int] = field(default_factory=dict)
-    """Number of failures of single processes on each device."""
+    """Number of rounds that a failure of a single process on each device ended. Only the first failure of a round
+    counts: others may be its consequences."""
+    counted_round: int = -1
+    """The last round of which a failure is counted in `failed_on`."""
     enrolled: set[int] = field(default_factory=set)
     """Ranks that were part of any plan. Their declarations match the job's."""
     dead_devices: set[Device] = field(default_factory=set)
@@ -337,8 +340,9 @@ class JobRecord:
     first nodes that joined."""
 
     def count_failed_process(self, node: str | None, device: int | None) -> None:
-        """Count a failure of a single process, if it is attributed to a device."""
-        if node is not None and device is not None:
+        """Count a failure of a single process, if it is attributed to a device and the first of its round."""
+        if node is not None and device is not None and self.counted_round < self.round:
+            self.counted_round = self.round
             self.failed_on[node, device] = self.failed_on.get((node, device), 0) + 1
 
     def decide_restart(self, decision: RestartDecided) -> None:

@@ -58,6 +58,8 @@ agent does."""
 
 REAP_S = 2.0
 """Seconds to wait until killed children have ended."""
+KILL_ORPHANS_S = 8.0
+"""The same between two rounds of a script, of which no process may be left."""
 
 
 class Serve(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -100,12 +102,12 @@ class Deliver(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class KillOrphans(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Request to kill all processes that ended workers have left behind. Only while there is no worker; answered with
-    `Alone`."""
+    """Request to kill all processes that ended workers have left behind, and workers that were forked too late for
+    their agent to know them. Answered with `Alone`, unless a process cannot be killed within `KILL_ORPHANS_S`."""
 
 
 class Alone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer to `KillOrphans`: the fork server has no child left, unless a child cannot be killed."""
+    """Answer to `KillOrphans`: the fork server has no child left."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -173,9 +175,10 @@ class ForkServer:
                         self._fork(request)
                     case Deliver() if request.pid in self._ranks:
                         os.kill(request.pid, request.signal)
-                    case KillOrphans() if not self._ranks:
-                        kill_children(REAP_S)
-                        self._channel.send(Alone())
+                    case KillOrphans():
+                        self._ranks.clear()
+                        if kill_children(KILL_ORPHANS_S):
+                            self._channel.send(Alone())
                     case _:
                         pass
 

@@ -194,7 +194,7 @@ class Agent:
             case m.InspectWorkers():
                 self._inspection = asyncio.create_task(self._inspect())
             case m.EndRound():
-                self._end_round(order.grace_s)
+                self._end_round(order)
             case m.ToWorkers():
                 self._workers.order(order)
             case m.Published():
@@ -221,11 +221,11 @@ class Agent:
         looks = await inspect(workers.pids, workers.signal, workers.idleness.discount)
         self._link.send(m.WorkersInspected(looks=looks))
 
-    def _end_round(self, grace_s: float) -> None:
-        """End all workers, then tell the supervisor. A repeated order, of a new supervisor, is answered with the
-        first."""
+    def _end_round(self, order: m.EndRound) -> None:
+        """End all workers, then tell the supervisor. An order that a new supervisor repeats meanwhile is answered with
+        the first."""
         if self._round_end is None or self._round_end.done():
-            self._round_end = asyncio.create_task(self._workers.end_round(grace_s))
+            self._round_end = asyncio.create_task(self._workers.end_round(order.round, order.grace_s))
 
     def dismiss(self, grace_s: float) -> None:
         if not self._release.done():

@@ -21,6 +21,7 @@ from resihp.protocol.channels import MAX_UNSENT_BYTES, LocalChannel
 from resihp.protocol.framing import LocalCodec, LocalFrames, local_frame
 from resihp.worker import forkserver
 from resihp.worker.forkserver import (
+    KILL_ORPHANS_S,
     ONE_THREAD,
     Alone,
     Deliver,
@@ -38,6 +39,7 @@ from resihp.wrapper.launch.launcher import own_environment
 from resihp.wrapper.strict_modes import private
 
 CHUNK_BYTES = 1 << 16
+ORPHANS_TIMEOUT_S = KILL_ORPHANS_S + 2.0
 
 
 class WorkerPipe:
@@ -203,15 +205,17 @@ class ForkServerLink:
             worker_end.close()
         self._waiting.clear()
 
-    async def kill_orphans(self, timeout_s: float) -> None:
-        """Kill all processes that ended workers have left behind. Returns after `timeout_s` at the latest."""
+    async def kill_orphans(self) -> bool:
+        """Kill all processes of workers that are left; return whether none is left, `ORPHANS_TIMEOUT_S` later at the
+        latest."""
         if self._channel is None or not self._ready:
-            return
+            return True
         self._alone.clear()
         self._send(KillOrphans())
         with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(ORPHANS_TIMEOUT_S):
                 await self._alone.wait()
+        return self._alone.is_set()
 
     def deliver(self, pid: int, number: int) -> None:
         self._send(Deliver(pid=pid, signal=number))

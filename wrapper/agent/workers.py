@@ -74,7 +74,7 @@ class Workers:
         self.idleness = Idleness()
         self._output = ScriptOutput(send, request.progress_pattern)
         self._exit_reports = ExitReports(send, self._output.last_look)
-        self._newest_epoch = 0
+        self._newest_epoch, self._ended_round = 0, -1
         self._place = KeptPort()
         self._is_first = self._declared = self._met = False
         """`_is_first`: rank 0 is on this node, so that ranks of a script with its own process groups rendezvous here.
@@ -316,17 +316,18 @@ class Workers:
 
     # --- the end ----------------------------------------------------------------------------------------------
 
-    async def end_round(self, grace_s: float) -> None:
+    async def end_round(self, number: int, grace_s: float) -> None:
         """End all workers and all processes that they have started, then report this, so that others are started in
-        their place. Workers get SIGTERM first, and SIGKILL after `grace_s` seconds."""
+        their place. Workers get SIGTERM first, and SIGKILL after `grace_s` seconds. No report if a process is left."""
         async with self._ending:
-            have_ended = await self._end_all(grace_s)
-        if have_ended:
-            self._place.close()
-            self._place = KeptPort()
-            self._is_first = False
-            self._exits.clear()  # another process will have the rank, maybe on another node
-            self._send(m.RoundEnded(meeting_port=self._place.port))
+            if number > self._ended_round:
+                if not await self._end_all(grace_s):
+                    return
+                self._place.close()
+                self._place, self._is_first = KeptPort(), False
+                self._exits.clear()  # another process will have the rank, maybe on another node
+                self._ended_round = number
+        self._send(m.RoundEnded(round=number, meeting_port=self._place.port))
 
     async def end_alone(self, reason: str) -> None:
         """End all workers of a script, because no supervisor watches them. Their exits are reported to the next one."""
@@ -348,10 +349,7 @@ class Workers:
             self._signal_all(signal.SIGKILL)
             await self._until_idle(KILL_TIMEOUT_S)
         await self._exit_reports.finish(REAP_S)
-        if not self._idle.is_set():
-            return False
-        await self._forks.kill_orphans(2 * REAP_S)
-        return True
+        return self._idle.is_set() and await self._forks.kill_orphans()
 
     async def _until_forked(self, timeout_s: float) -> None:
         """Wait for the fork server's answers to the requests that it has received."""

@@ -291,7 +291,7 @@ class Supervisor:
                 place = self._links.meeting_place(next(iter(action.nodes), ""))
                 self._links.spawn(action.node, self._starts.spawn(action, place))
             case api.EndProcesses():
-                self._links.post(action.node, m.EndRound(grace_s=ROUND_GRACE_S))
+                self._links.post(action.node, m.EndRound(round=action.round, grace_s=ROUND_GRACE_S))
             case api.LookAtWorkers():
                 self._links.post(action.node, m.InspectWorkers())
             case api.Order():

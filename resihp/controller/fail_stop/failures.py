@@ -226,11 +226,14 @@ def node_lost(job: Job, name: str, reason: str, how: HowLost = "silent", *, cann
 
 
 def node_lost_early(job: Job, name: str, reason: str, *, cannot_start: bool = False) -> None:
-    """Start without a lost node, or end the job if the remaining devices cannot be enough. `cannot_start`: running the
-    job again would not help, so it is not requeued."""
-    if startup.devices_left(job) >= job.settings.devices_least and not job.needs_all:
-        startup.go_on_without(job)
+    """Start without a lost node, or end the job if the others cannot be enough. A script that has no process on the
+    node runs on. `cannot_start`: running the job again would not help, so it is not requeued."""
+    if job.runs_script and all(place.node != name for place in job.record.placements):
+        explain_nodes(job)
+        incidents.log_incidents(job)
         return
+    if not job.needs_all and startup.devices_left(job) >= job.settings.devices_least:
+        return startup.go_on_without(job)
     text = f"node {name}: {reason}{early_node(job) if job.nodes[name].devices else ' before it joined'}"
     explain_early(job)
     if job.needs_all and restarts.begin(job, text):

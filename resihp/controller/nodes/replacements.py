@@ -138,6 +138,8 @@ def _script_nodes_wanted(job: Job) -> int:
 
 def may_still_come(job: Job) -> bool:
     """Return whether a requested node is on its way, or may be requested."""
+    if not job.settings.slurm or job.settings.observes:
+        return False
     is_open = any(request.open for request in job.record.replacements.values())
     return is_open or (_requests_left(job) > 0 and in_time(job))
 

@@ -24,6 +24,9 @@ from resihp.words import alike, count_of, natural
 
 FRUITFUL_S = 120.0
 """Seconds that a round has to last to count as progress, if nothing else is known of the script's progress."""
+SURELY_FRUITFUL_S = 3600.0
+"""Seconds after which a round counts as progress even if it ended as the round before it: in a long job, devices die of
+the same cause again and again, and the script has surely saved checkpoints meanwhile."""
 MAX_FRUITLESS = 3
 """Number of rounds in a row without progress after which the script is not started again."""
 END_TIMEOUT_S = 30.0
@@ -73,11 +76,19 @@ def is_stuck(job: Job, reason: str) -> bool:
 
 def has_progressed(job: Job, reason: str) -> bool:
     """Return whether the round that ends for this reason counts as progress: it has printed an iteration beyond those
-    of the rounds before it, or it lasted for a while, and did not end as the round before it."""
+    of the rounds before it, or it lasted for a while and did not end as the round before it, or it lasted for long."""
     if job.record.committed > job.record.committed_before:
         return True
     lasted_s = job.now - job.start.ordered_at
-    return lasted_s > FRUITFUL_S and alike(reason) != alike(job.record.last_restart_reason)
+    if lasted_s > SURELY_FRUITFUL_S:
+        return True
+    return lasted_s > FRUITFUL_S and not is_same(reason, job.record.last_restart_reason)
+
+
+def is_same(reason: str, before: str) -> bool:
+    """Return whether two rounds ended for the same reason. The loss of another node is another reason; the same error
+    on another rank is not."""
+    return reason == before if reason.startswith("node ") else alike(reason) == alike(before)
 
 
 def resume(job: Job) -> None:
@@ -88,8 +99,14 @@ def resume(job: Job) -> None:
             waiting.setdefault(place.node, []).append(rank)
     job.start.ending = Restarting(waiting=waiting, since=job.now)
     for name in waiting:
-        job.do(api.EndProcesses(node=name))
+        job.do(api.EndProcesses(node=name, round=job.record.round))
     proceed(job)
+
+
+def processes_ended(job: Job, event: api.ProcessesEnded) -> None:
+    """Handle the report of a node. A report of an earlier round is the answer to a repeated order."""
+    if event.round == job.record.round:
+        node_ended(job, event.node)
 
 
 def node_ended(job: Job, name: str) -> None:

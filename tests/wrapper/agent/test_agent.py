@@ -72,6 +72,8 @@ while not isinstance(order := agent.recv(m.WorkerOrder), m.Halt):
 sys.exit(start.rank)
 """
 
+SLEEPER = "import time\ntime.sleep(3600)\n"
+
 FIRST = m.Lead(term=1, node="n1", log=0)
 
 
@@ -210,7 +212,7 @@ async def agent_of(job: Job, script: str = SCRIPT, **changed: Any) -> AsyncItera
         server.close()
 
 
-def spawn(rank: int, nodes: int, *, joins: bool = False) -> m.Spawn:
+def spawn(rank: int, nodes: int, *, joins: bool = False, round: int = 0) -> m.Spawn:
     start = m.Start(
         rank=rank,
         node="n1",
@@ -221,6 +223,7 @@ def spawn(rank: int, nodes: int, *, joins: bool = False) -> m.Spawn:
         checkpoint_every=0,
         resume=False,
         joins=joins,
+        round=round,
     )
     return m.Spawn(workers=(start,), environment={}, nodes=(("n1", nodes),))
 
@@ -314,6 +317,45 @@ def test_worker_that_cannot_be_started_is_refused_by_name(job: Job) -> None:
         assert "Is a directory" in refusal.reason
 
     play(job, scene)
+
+
+def test_a_repeated_order_to_end_a_round_leaves_the_next_round_alone(job: Job) -> None:
+    """A new supervisor repeats the order while the answer to the first order is on its way to it."""
+
+    async def scene(supervisor: PretendedSupervisor) -> None:
+        supervisor.order(spawn(0, 1))
+        await supervisor.until(lambda: supervisor.of(m.Spawned))
+        supervisor.order(m.EndRound(round=0, grace_s=3.0))
+        await supervisor.until(lambda: supervisor.of(m.RoundEnded))
+        supervisor.order(m.EndRound(round=0, grace_s=3.0))
+        supervisor.order(spawn(0, 1, round=1))
+        await supervisor.until(lambda: len(supervisor.of(m.Spawned)) == 2)
+        await supervisor.until(lambda: len(supervisor.of(m.RoundEnded)) == 2)
+        assert [exited.pid for exited in supervisor.of(m.Exited)] == [supervisor.of(m.Spawned)[0].pid]
+        assert [answer.round for answer in supervisor.of(m.RoundEnded)] == [0, 0]
+        supervisor.order(m.Signal(rank=0, signal=signal.SIGKILL))
+        await supervisor.until(lambda: len(supervisor.of(m.Exited)) == 2)
+
+    play(job, scene, SLEEPER)
+
+
+def test_a_round_has_not_ended_before_a_process_that_was_forked_late(job: Job) -> None:
+    """The fork server did not answer for a while, because its node was out of memory."""
+
+    async def scene(supervisor: PretendedSupervisor) -> None:
+        supervisor.order(spawn(0, 2))
+        await supervisor.until(lambda: supervisor.of(m.Spawned))
+        server = psutil.Process(supervisor.of(m.Spawned)[0].pid).parent()
+        assert server is not None
+        server.suspend()
+        supervisor.order(spawn(1, 2))
+        supervisor.order(m.EndRound(round=0, grace_s=0.1))
+        await asyncio.sleep(3.0)  # longer than the agent waits for the answer
+        server.resume()
+        await supervisor.until(lambda: supervisor.of(m.RoundEnded))
+        assert not server.children()
+
+    play(job, scene, SLEEPER)
 
 
 def test_what_is_said_while_nobody_is_connected_arrives_once(job: Job) -> None:
@@ -656,15 +698,15 @@ def test_the_processes_of_a_round_are_ended_and_their_ranks_name_others(job: Job
         supervisor.order(spawn(1, 2))
         await supervisor.until(lambda: len(supervisor.of(m.Spawned)) == 2)
         await supervisor.until(lambda: all((job.logs / f"n1.rank{rank}.log").read_text() for rank in (0, 1)))
-        supervisor.order(m.EndRound(grace_s=0.2))
-        supervisor.order(m.EndRound(grace_s=0.2))
+        supervisor.order(m.EndRound(round=0, grace_s=0.2))
+        supervisor.order(m.EndRound(round=0, grace_s=0.2))
         await supervisor.until(lambda: supervisor.of(m.RoundEnded))
         assert {(said.rank, said.status) for said in supervisor.of(m.Exited)} == {(0, -9), (1, -9)}
         (ended,) = supervisor.of(m.RoundEnded)
         assert ended.meeting_port not in (0, supervisor.joins[0].meeting_port)
-        supervisor.order(spawn(1, 2))
+        supervisor.order(spawn(1, 2, round=1))
         await supervisor.until(lambda: len(supervisor.of(m.Spawned)) == 3)
-        supervisor.order(m.EndRound(grace_s=0.2))
+        supervisor.order(m.EndRound(round=1, grace_s=0.2))
         await supervisor.until(lambda: len(supervisor.of(m.RoundEnded)) == 2)
 
     play(job, scene, DEAF)

@@ -307,7 +307,7 @@ class AgentLinks:
                 link.conversation.acknowledge()  # an agent that is about to exit waits for it
             case m.RoundEnded():
                 link.moved_meeting(message.meeting_port)
-                self._event(api.ProcessesEnded(node=link.node))
+                self._event(api.ProcessesEnded(node=link.node, round=message.round))
             case m.WorkersInspected():
                 self._event(api.WorkersSeen(node=link.node, looks=message.looks))
             case m.SpawnFailed():

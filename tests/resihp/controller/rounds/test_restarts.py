@@ -52,7 +52,7 @@ class Script(Start):
         for rank in self.controller.job.live:
             if self.controller.job.members[rank].node == node:
                 self.feed(api.WorkerExited(rank=rank, status=-15))
-        self.feed(api.ProcessesEnded(node=node))
+        self.feed(api.ProcessesEnded(node=node, round=self.controller.job.record.round))
 
     def kill(self, rank: int) -> None:
         self.feed(api.WorkerExited(rank=rank, status=-9))
@@ -247,7 +247,56 @@ def test_progress_begins_the_count_anew() -> None:
     assert [entry.progressed for entry in job.all(RestartDecided)] == [True] * 7
 
 
-def test_an_error_of_the_script_on_all_ranks_is_tried_again_only_after_progress() -> None:
+def test_in_a_long_job_processes_die_of_the_same_cause_again_and_again() -> None:
+    job = script(nodes=8, slurm=False)
+    for rank in (1, 3, 5, 7, 9, 11):
+        job.run_for(4000)
+        job.kill(rank)
+        job.wait(4)
+        job.obey()
+    assert job.end is None
+    assert len(job.rounds) == 7
+
+
+def test_other_nodes_may_be_lost_one_after_the_other() -> None:
+    job = script(nodes=8, min_nodes=2, slurm=False)
+    for name in ("n1", "n3", "n5", "n7", "n8"):
+        job.run_for(200)
+        job.lose(name, "its agent was killed")
+        job.wait(4)
+        job.obey()
+    assert job.end is None
+    assert job.rounds[-1][1] == ("n2", "n2", "n4", "n4", "n6", "n6")
+
+
+def test_nodes_of_ranks_that_failed_with_another_are_not_left_out() -> None:
+    """A command's ranks only exit with a status: which of them lost a peer is not known."""
+    job = script(nodes=4, min_nodes=2, slurm=False, come_backs=1)
+    for _ in range(3):
+        job.run_for(4000)
+        job.feed(api.WorkerExited(rank=2, status=-9))
+        for rank in (0, 4):
+            job.feed(api.WorkerExited(rank=rank, status=1))
+        job.wait(4)
+        job.obey()
+    assert [nodes[::2] for _, nodes in job.rounds][-1] == ("n1", "n3", "n4")
+
+
+def test_a_round_in_which_a_supervisor_died_is_no_progress_by_its_clock() -> None:
+    before = script(nodes=3, min_nodes=1, slurm=False, declares=False)
+    after = Script(controller=Controller.recover(before.settings, before.journal), slurm=False)
+    after.now = 1e6
+    for number, name in enumerate(before.settings.node_names[:2]):
+        workers = tuple(m.RunningWorker(rank=2 * number + d, device=d, pid=10 + d) for d in (0, 1))
+        after.feed(api.AgentJoined(node=name, host=name, devices=2, inventory=m.Inventory(workers=workers)))
+    after.lose("n3")
+    after.wait(4)
+    (decision,) = after.all(RestartDecided)
+    assert not decision.progressed
+
+
+@pytest.mark.parametrize("seconds", [130, 8000])
+def test_an_error_of_the_script_on_all_ranks_is_tried_again_only_after_progress(seconds: float) -> None:
     def fail(job: Script) -> None:
         for rank in range(4):
             error = "ValueError: bad sample"
@@ -264,7 +313,7 @@ def test_an_error_of_the_script_on_all_ranks_is_tried_again_only_after_progress(
     job.run_for(130)
     fail(job)
     assert job.end is None
-    job.run_for(130)
+    job.run_for(seconds)
     fail(job)
     assert job.end is not None
     assert job.end[0] == 93, "the same error again"
@@ -339,6 +388,20 @@ def test_a_successor_starts_the_round_that_was_decided() -> None:
     assert after.rounds == [(2, ("n1", "n1", "n2", "n2"))]
 
 
+def test_the_answer_to_a_repeated_order_does_not_end_the_next_round() -> None:
+    """A successor repeats the order; the answer comes once the next round runs and is being ended, too."""
+    job = script(slurm=False)
+    job.kill(0)
+    job.obey()
+    job.kill(3)
+    late = [api.ProcessesEnded(node=name, round=0) for name in ("n1", "n2")]
+    for answer in late:
+        job.feed(answer)
+    assert len(job.rounds) == 2, "no process of round 1 has been ended"
+    job.obey()
+    assert len(job.rounds) == 3
+
+
 @pytest.mark.parametrize("seed", range(150))
 def test_no_two_rounds_ever_run_at_the_same_time(seed: int) -> None:
     """Kills, losses of nodes, refusals, take-overs and late reports in any order: a rank names one live process."""
@@ -346,6 +409,8 @@ def test_no_two_rounds_ever_run_at_the_same_time(seed: int) -> None:
     job = Script(nodes=4, min_nodes=draw.choice([1, 2, 4]), slurm=draw.random() < 0.3, max_restarts=8)
     running: dict[int, str] = {}
     pending: list[api.AnyAction] = []
+    ended: dict[str, int] = {}
+    answers: list[api.ProcessesEnded] = []
 
     def carry_out(action: api.AnyAction) -> None:
         if isinstance(action, api.StartWorkers) and job.controller.job.nodes[action.node].alive:
@@ -354,10 +419,13 @@ def test_no_two_rounds_ever_run_at_the_same_time(seed: int) -> None:
                 running[rank] = action.node
                 job.feed(api.WorkerSpawned(rank=rank, node=action.node, device=device, pid=100 + rank))
         elif isinstance(action, api.EndProcesses) and job.controller.job.nodes[action.node].alive:
+            answers.append(api.ProcessesEnded(node=action.node, round=action.round))
+            if action.round <= ended.get(action.node, -1):
+                return  # the order is repeated
+            ended[action.node] = action.round
             for rank in [rank for rank, node in running.items() if node == action.node]:
                 del running[rank]
                 job.feed(api.WorkerExited(rank=rank, status=-15))
-            job.feed(api.ProcessesEnded(node=action.node))
         elif isinstance(action, api.DropNode):
             for rank in [rank for rank, node in running.items() if node == action.node]:
                 del running[rank]
@@ -370,6 +438,9 @@ def test_no_two_rounds_ever_run_at_the_same_time(seed: int) -> None:
             break
         if pending and draw.random() < 0.7:
             carry_out(pending.pop(0))
+            continue
+        if answers and draw.random() < 0.7:
+            job.feed(answers.pop(0))
             continue
         happens = draw.random()
         alive = [name for name, node in job.controller.job.nodes.items() if node.alive]
@@ -415,6 +486,35 @@ def test_a_spare_node_waits_and_takes_the_place_of_a_lost_one() -> None:
     assert job.end == (5, "node n3: its agent was killed")
 
 
+def test_the_loss_of_a_node_without_processes_leaves_the_script_alone() -> None:
+    job = script(nodes=3, spares=1, spares_wait=True, slurm=False)
+    job.lose("n3", "its agent was killed")
+    for _ in range(4):
+        job.wait(3)
+    job.obey()
+    assert len(job.rounds) == 1
+    assert job.end is None
+    assert [failure.node for failure in job.all(FailureFound)] == ["n3"]
+    job.kill(1)
+    job.obey()
+    assert job.rounds[1] == (1, ("n1", "n1", "n2", "n2"))
+
+
+def test_a_successor_leaves_a_round_alone_that_runs_without_a_lost_node() -> None:
+    before = script(nodes=3, min_nodes=2, slurm=False)
+    before.lose("n3", "its agent was killed")
+    before.obey()
+    after = Script(controller=Controller.recover(before.settings, before.journal), slurm=False)
+    for number, name in enumerate(("n1", "n2")):
+        workers = tuple(m.RunningWorker(rank=2 * number + d, device=d, pid=10 + d) for d in (0, 1))
+        after.feed(api.AgentJoined(node=name, host=name, devices=2, inventory=m.Inventory(workers=workers)))
+    after.wait(4)
+    assert not after.all(RestartDecided)
+    assert not after.all(FailureFound)
+    assert after.end is None
+    assert after.controller.job.live == (0, 1, 2, 3)
+
+
 def test_spare_nodes_that_waited_stand_by_if_the_script_trains_with_resihp() -> None:
     job = Script(nodes=3, spares=1, spares_wait=True, slurm=False, pp=2)
     job.join(*job.settings.node_names)
@@ -439,7 +539,7 @@ def test_a_restart_costs_the_same_for_each_rank_in_a_large_job() -> None:
                     rank for rank, place in enumerate(job.controller.job.record.placements) if place.node == name
                 ]:
                     job.feed(api.WorkerExited(rank=rank, status=-15))
-                job.feed(api.ProcessesEnded(node=name))
+                job.feed(api.ProcessesEnded(node=name, round=0))
         finally:
             sys.setprofile(None)
         assert job.rounds[-1][0] == 1
@@ -482,6 +582,16 @@ def test_a_script_with_too_few_nodes_waits_for_a_replacement() -> None:
     job.feed(api.Tick())
     job.obey()
     assert job.rounds[-1] == (1, ("n1", "n1", "n9", "n9"))
+
+
+@pytest.mark.parametrize("settings", [{"slurm": False}, {"slurm": True, "observes": True}])
+def test_nobody_waits_for_a_replacement_that_is_not_asked_for(settings: dict[str, bool]) -> None:
+    job = script(nodes=2, replacements=1, **settings)
+    job.lose("n2", "its agent was killed")
+    for _ in range(6):
+        job.wait(4)
+    assert job.end is not None
+    assert not job.all(RestartDecided)
 
 
 @pytest.mark.parametrize("how", ["refused for good", "in vain"])

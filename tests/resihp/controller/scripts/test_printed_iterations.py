@@ -125,7 +125,7 @@ def restarted(job: Start) -> None:
     for rank in (0, 2, 3):
         job.feed(api.WorkerExited(rank=rank, status=-15))
     for node in ("n1", "n2"):
-        job.feed(api.ProcessesEnded(node=node), 2.0)
+        job.feed(api.ProcessesEnded(node=node, round=job.controller.job.record.round), 2.0)
     job.spawn(0, 1, 2, 3)
 
 

@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node 4 examples/scripts/hf_trainer.py
 resihp run --local --nodes 2 --gpus-per-node 2 -- python examples/scripts/hf_trainer.py
 
 Needs `pip install transformers accelerate`. The Trainer saves and loads by itself; rank 0 writes `trainer_state.json`
-last, and each rank writes its own random state.
+last.
 """
 
 import argparse
@@ -39,13 +39,9 @@ class Pause(TrainerCallback):
         time.sleep(self.seconds)
 
 
-def newest_complete(folder: Path, world: int) -> str | None:
-    """Return the newest checkpoint that has the Trainer's last file, and the random state of each rank."""
-    complete = [
-        path.parent
-        for path in folder.glob("checkpoint-*/trainer_state.json")
-        if len(list(path.parent.glob("rng_state*.pth"))) == world
-    ]
+def newest_complete(folder: Path) -> str | None:
+    """Return the newest checkpoint that has the Trainer's last file."""
+    complete = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
     return str(max(complete, key=lambda path: int(path.name.split("-")[1]))) if complete else None
 
 
@@ -56,13 +52,12 @@ parser.add_argument("--folder", type=Path, default=Path("checkpoints/hf_trainer"
 parser.add_argument("--sleep", type=float, default=0.0, help="seconds to wait in each iteration")
 options = parser.parse_args()
 
-world = int(os.environ["WORLD_SIZE"])
 arguments = TrainingArguments(
     output_dir=str(options.folder),
     max_steps=options.iterations,
     save_steps=options.checkpoint_every,
     logging_steps=1,
-    per_device_train_batch_size=GLOBAL_BATCH // world,
+    per_device_train_batch_size=GLOBAL_BATCH // int(os.environ["WORLD_SIZE"]),
     learning_rate=3e-3,
     lr_scheduler_type="constant",
     use_cpu=not torch.cuda.is_available(),
@@ -82,5 +77,5 @@ model = LlamaForCausalLM(
     )
 )
 trainer = Trainer(model=model, args=arguments, train_dataset=Sequences(), callbacks=[Pause(options.sleep)])
-trainer.train(resume_from_checkpoint=newest_complete(options.folder, world))
+trainer.train(resume_from_checkpoint=newest_complete(options.folder))
 trainer.accelerator.end_training()

@@ -6,7 +6,8 @@ Runs the scripts of `examples/scripts` with four ranks, hurts rank 2 after itera
 and prints a row for each run: seconds to the first iteration; from the fault to the next printed iteration, or to the
 end; exit code; whether the last loss is the one of an undisturbed run. `node` kills an agent of resihp with all its
 processes, and goes on with the other node; torchrun, which has no second node here, loses ranks 2 and 3. `slow` lets
-rank 2 run for a quarter of the time. The machine must be idle for the seconds to mean something.
+rank 2 run for a quarter of the time. torchrun gets TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it torch 2.13 keeps the
+store of the ended round, and ranks of the next one connect to gloo addresses of dead processes. The machine must be idle for the seconds to mean something.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class Trial:
             "RESIHP_LOCAL": str(self.folder / "local"),
             "RES_OPTIONS": "timeout:1 attempts:1",
             "PYTHONWARNINGS": "ignore",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
         script = [RANK, str(self.folder / "ranks"), str(SCRIPTS / f"{self.script}.py")]
         script += ["--iterations", str(ITERATIONS), "--checkpoint-every", str(CHECKPOINT_EVERY)]

@@ -6,8 +6,10 @@ Runs the scripts of `examples/scripts` with four ranks, hurts rank 2 after itera
 and prints a row for each run: seconds to the first iteration; from the fault to the next printed iteration, or to the
 end; exit code; whether the last loss is the one of an undisturbed run. `node` kills an agent of resihp with all its
 processes, and goes on with the other node; torchrun, which has no second node here, loses ranks 2 and 3. `slow` lets
-rank 2 run for a quarter of the time. torchrun gets TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it torch 2.13 keeps the
-store of the ended round, and ranks of the next one connect to gloo addresses of dead processes. The machine must be idle for the seconds to mean something.
+rank 2 run for a quarter of the time. The machine must be idle for the seconds to mean something.
+
+torchrun gets TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. Without it torch 2.13 keeps the store of a round that ended, and
+ranks of the next round connect to gloo addresses of dead processes.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ STEPS_PER_EPOCH = 417
 """Of hf_trainer.py, whose lines have no iteration, but the epoch as a fraction."""
 PLAIN = re.compile(r"iteration (\d+)/\d+ .*?loss:? (-?[\d.E+-]+)")
 HUGGING_FACE = re.compile(r"'loss': '?([\d.]+)'?,.*'epoch': '?([\d.e-]+)'?")
+START_TIMEOUT_S = 120
 SLOW_PERIOD_S, SLOW_SHARE = 0.2, 0.25
 
 
@@ -204,11 +207,13 @@ def outcome_of(launcher: str, script: str, fault: str, sleep_s: float, patience_
     with tempfile.TemporaryDirectory(prefix="trial-") as temporary:
         trial = Trial(launcher, script, Path(temporary) / "trial", sleep_s).start()
         try:
-            alive = trial.wait_for(1 if fault == "none" else ITERATION_OF_FAULT, 120)
+            alive = trial.wait_for(1 if fault == "none" else ITERATION_OF_FAULT, START_TIMEOUT_S)
             injected = time.monotonic()
             before = len(trial.iterations)
             if alive:
                 inject(trial, fault)
+            elif fault != "none":
+                raise RuntimeError("".join([*trial.output[-20:], f"{launcher}, {script}: ended before the fault"]))
             ended = trial.wait_for_end(patience_s)
         finally:
             trial.kill_all()
@@ -274,7 +279,11 @@ def main() -> None:
         undisturbed: float | None = None
         for fault in dict.fromkeys(["none", *options.faults]):
             for launcher in options.launchers * options.times:
-                outcome = outcome_of(launcher, script, fault, options.sleep, options.patience, options.keep)
+                try:
+                    outcome = outcome_of(launcher, script, fault, options.sleep, options.patience, options.keep)
+                except (RuntimeError, ProcessLookupError) as error:
+                    print(f"{script} {fault} {launcher}: the fault was not injected: {error}", flush=True)
+                    continue
                 if fault == "none" and outcome.last is not None:
                     undisturbed = outcome.last[1]
                 print(row_of(script, fault, launcher, outcome, undisturbed), flush=True)

@@ -65,4 +65,4 @@ trainer = lightning.Trainer(
     enable_model_summary=False,
 )
 newest = max(options.folder.glob("step_*.ckpt"), default=None)
-trainer.fit(Network(), DataLoader(TensorDataset(samples), batch_size=batch, shuffle=True), ckpt_path=newest)
+trainer.fit(Network(), DataLoader(TensorDataset(samples), batch_size=batch), ckpt_path=newest)

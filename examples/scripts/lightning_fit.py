@@ -4,8 +4,8 @@ torchrun --standalone --nproc-per-node 4 examples/scripts/lightning_fit.py
 resihp run --local --nodes 2 --gpus-per-node 2 -- python examples/scripts/lightning_fit.py
 
 Needs `pip install lightning`. Lightning finds torchrun's variables by itself; the numbers of devices and nodes must
-agree with them. It saves after each epoch, and an epoch has as many iterations as there are from one checkpoint to the
-next, because Lightning cannot continue in the middle of an epoch with an ordinary data loader.
+agree with them. Its loops do not continue at the right sample of an ordinary data loader, so the batch of an iteration
+is made from its number.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 GLOBAL_BATCH, WIDTH = 24, 32
 
@@ -34,8 +34,10 @@ class Network(lightning.LightningModule):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(WIDTH, 128), nn.GELU(), nn.Linear(128, WIDTH))
 
-    def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
-        (inputs,) = batch
+    def training_step(self, _: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.global_step + 1)
+        batch = torch.randn(GLOBAL_BATCH, WIDTH, generator=generator)
+        inputs = batch[self.global_rank :: self.trainer.world_size].to(self.device)
         loss = (self.layers(inputs) - inputs.sin()).square().mean()
         average = self.trainer.strategy.reduce(loss.detach())
         self.print(f"iteration {self.global_step + 1}/{options.iterations} loss {average.item():.4f}", flush=True)
@@ -47,9 +49,13 @@ class Network(lightning.LightningModule):
 
 
 lightning.seed_everything(0, verbose=False)
-samples = torch.randn(options.checkpoint_every * GLOBAL_BATCH, WIDTH)
-batch = GLOBAL_BATCH // int(os.environ["WORLD_SIZE"])
-save = ModelCheckpoint(options.folder, filename="step_{step:06}", auto_insert_metric_name=False, save_top_k=-1)
+save = ModelCheckpoint(
+    options.folder,
+    filename="step_{step:06}",
+    auto_insert_metric_name=False,
+    every_n_train_steps=options.checkpoint_every,
+    save_top_k=-1,
+)
 trainer = lightning.Trainer(
     accelerator="auto" if torch.cuda.is_available() else "cpu",
     strategy="ddp",
@@ -65,4 +71,4 @@ trainer = lightning.Trainer(
     enable_model_summary=False,
 )
 newest = max(options.folder.glob("step_*.ckpt"), default=None)
-trainer.fit(Network(), DataLoader(TensorDataset(samples), batch_size=batch), ckpt_path=newest)
+trainer.fit(Network(), DataLoader(range(options.iterations * GLOBAL_BATCH)), ckpt_path=newest)

@@ -42,11 +42,11 @@ ifeq ($(TORCH),site)
 	$(PYTHON) -c 'import torch, pathlib; print(pathlib.Path(torch.__file__).parents[1])' \
 	  > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch-of-site.pth"
 	$(PYTHON) -c 'import importlib.metadata; print("torch==" + importlib.metadata.version("torch"))' > $(TORCH_OF_SITE)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(TORCH_OF_SITE) -e '.[train,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(TORCH_OF_SITE) -e '.[train,examples,dev]'
 else
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,examples,dev]'
 endif
 	@touch $@
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import resihp.executor  # noqa: F401 imports megatron-core the way workers do
+from resihp.executor._imports import use_global_random_state
 from resihp.executor.state.optimizer import AdamW
 
 with warnings.catch_warnings():
@@ -47,6 +48,7 @@ def connect(rank: int, store: tuple[str, int], world: int, tp: int, pp: int, tim
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         _shim()
+    use_global_random_state()
     keys = dist.PrefixStore("megatron", dist.TCPStore(*store, None, False, timeout=timeout))
     dist.init_process_group("nccl" if on_gpu else "gloo", store=keys, rank=rank, world_size=world, timeout=timeout)
     parallel_state.initialize_model_parallel(tp, pp, create_gloo_process_groups=False)

@@ -95,5 +95,8 @@ class GlobalRandomTracker:
             yield
 
 
-megatron_random._CUDA_RNG_STATE_TRACKER = GlobalRandomTracker()
-megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+def use_global_random_state() -> None:
+    """Replace megatron's tracker in this process. The import alone does not: a script with a loop of its own is forked
+    from a process that has imported this module, and seeds megatron's tracker."""
+    megatron_random._CUDA_RNG_STATE_TRACKER = GlobalRandomTracker()
+    megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True

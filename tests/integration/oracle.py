@@ -23,6 +23,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 import resihp.executor  # noqa: F401 imports megatron-core the way workers do
+from resihp.executor._imports import use_global_random_state
 from resihp.executor.compute.rotary import Rotary
 from resihp.executor.engine import Engine
 from resihp.executor.state.optimizer import AdamW
@@ -155,6 +156,7 @@ def _megatron(
     """Losses, of what is trained on and of what is held out, and gradients (by our names) of megatron-core's model,
     schedule and groups, from our first parameters."""
     _shim().install()
+    use_global_random_state()  # megatron's own wants CUDA
     keys = torch.distributed.PrefixStore("oracle", store.keys())
     torch.distributed.init_process_group("gloo", store=keys, rank=rank, world_size=TP * PP * DP, timeout=TIMEOUT)
     parallel_state.initialize_model_parallel(TP, PP, create_gloo_process_groups=False)

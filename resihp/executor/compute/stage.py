@@ -24,6 +24,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 
+from resihp.executor._imports import use_global_random_state
 from resihp.executor.compute.attention import PackedAttention, Packing
 from resihp.executor.compute.recomputation import GatedActivation, recompute_selected, recomputed, spans
 from resihp.executor.compute.rotary import Rotary
@@ -68,6 +69,7 @@ class StageModule(nn.Module):
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
+        use_global_random_state()
         self.sequence_parallel = sequence_parallel and tp_group.size() > 1
         """Whether activations are divided among ranks along the tokens; never in a group of one rank."""
         self.config = local = _for_stage(config, self.sequence_parallel)

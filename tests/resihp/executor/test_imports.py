@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,15 @@ from resihp.executor import _imports
 
 from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_fused_train  # isort: skip
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu, swiglu  # isort: skip
+
+
+SEEDS_MEGATRON = """\
+import resihp.executor.trainer
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+get_cuda_rng_tracker().reset()
+print(type(get_cuda_rng_tracker()).__name__)
+"""
+"""Begins as `model_parallel_cuda_manual_seed` does, which queries a GPU later."""
 
 
 @pytest.fixture
@@ -65,3 +76,9 @@ def test_how_it_is_to_be_compiled_is_not_forgotten(compiled: list[Any]) -> None:
 
 def test_users_have_the_compiler_as_it_is() -> None:
     assert torch.compile is _imports._compile
+
+
+def test_a_script_with_a_loop_of_its_own_can_seed_megatrons_random_states() -> None:
+    """It is forked from a process that has imported the executor."""
+    done = subprocess.run([sys.executable, "-c", SEEDS_MEGATRON], capture_output=True, text=True, check=False)
+    assert done.stdout == "CudaRNGStatesTracker\n", done.stderr

@@ -29,8 +29,7 @@ from resihp.words import alike
 _GLOO_DETAILS = re.compile(r"\[\S*gloo/\S+:\d+\] | This is typically caused by a remote worker crashing\.[^\n]*")
 """Details in gloo's error messages that are left out: the place in gloo's source code, and gloo's advice."""
 MAX_REBUILDS = 5
-"""Number of communication failures in a row, with all ranks alive and no iteration committed, after which the job
-ends."""
+"""Number of communication failures in a row, without a dead rank or a commit, after which the job ends."""
 
 
 def exited(job: Job, event: api.WorkerExited) -> None:

@@ -34,8 +34,9 @@ END_TIMEOUT_S = 30.0
 holds its GPU."""
 
 
-FENCED_S = SCRIPT_ALONE_S + 5.0
-"""Seconds from the loss of a silent node until its processes have ended by themselves for certain."""
+FENCED_S = SCRIPT_ALONE_S + 15.0
+"""Seconds from the loss of a silent node until its agent has ended its processes, even those that a driver keeps for a
+while."""
 
 
 def begin(job: Job, reason: str) -> bool:

@@ -107,8 +107,7 @@ class StageModule(nn.Module):
         self.weights.take(self)
         self._tied = model.tied_embeddings
         self._packings: dict[tuple[int, ...], Packing] = {}
-        """Packings of the latest micro-batches, by document lengths. Shared by all chunks, and by iterations with equal
-        lengths."""
+        """Packings of the latest micro-batches of all chunks, by document lengths."""
         self.to(config.params_dtype)  # the whole stage, as megatron's Float16Module does: norms are built in float32
         self._rotation: Tensor | None = None
         """Rotary angles of all positions in float32; None for learned positions. Moved to the device with the first

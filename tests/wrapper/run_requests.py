@@ -22,6 +22,7 @@ def run_request(
         "examine": False,
         "plans_ahead": False,
         "search_s": 0.0,
+        "max_restarts": 0,
     }
     fields: dict[str, Any] = {
         "program": Program(kind="command", argv=("true",), interpreter="python"),

@@ -91,6 +91,8 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     environment: dict[str, str]
     log: str
     processors: tuple[int, ...] = ()
+    heading: str = ""
+    """Line that is written to the log before the worker's output; empty for none."""
 
 
 class Deliver(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -233,6 +235,8 @@ class ForkServer:
             os.dup2(silence, 0)
             os.dup2(log, 1)
             os.dup2(log, 2)
+            if request.heading:
+                os.write(1, f"{request.heading}\n".encode())
             os.close(silence)
             os.close(self._wake)
             os.close(self._woken)

@@ -249,6 +249,7 @@ class Workers:
                 environment=environment_of(start, self._request, inherited, environment, self.network),
                 log=str(log),
                 processors=self.processors.get(start.device, ()),
+                heading=f"resihp: restart {start.round}" if start.round else "",
             ),
             theirs,
         )

@@ -121,7 +121,7 @@ def test_all_devices_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     for said_, nodes, visible, message in (
         ("auto", 3, "0,1", "2 GPUs cannot be divided evenly among 3 virtual nodes"),
         ("auto", 1, "", "shows no GPU"),
-        ("all", 1, "0", "--gpus-per-node all: a number, or auto"),
+        ("all", 1, "0", "--gpus-per-node all: a number, auto, gpu or cpu"),
     ):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         with pytest.raises(UsageError, match=message):

@@ -97,7 +97,7 @@ def test_what_is_only_suggested_is_valid_too(tmp_path: Path) -> None:
     assert found.metrics.port == 9400
     assert found.hooks.command
     assert found.job.memory_per_device == 80 * 10**9
-    left = {"adapt", "container", "detect", "site"}
+    left = {"adapt", "container", "detect", "progress", "site"}
     assert set(tomllib.loads(text)) == set(type(found).model_fields) - left
 
 

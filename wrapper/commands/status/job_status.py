@@ -98,8 +98,8 @@ def _done_again(reader: Reader, row: Row, figures: Row) -> Row:
     last, of_script = figures["iteration"], object_in(row["model"])
     if not last or not of_script or "model" in of_script:
         return {}
-    [counter] = reader.events(row["id"], ("CounterSeen",), 1)
-    if counter["iteration"] > last or counter["at"] <= figures["last_iteration_at"]:
+    counter = next(iter(reader.events(row["id"], ("CounterSeen",), 1)), None)
+    if counter is None or counter["iteration"] > last or counter["at"] <= figures["last_iteration_at"]:
         return {}
     pace_s, goal_iteration = figures["iteration_seconds"], of_script.get("iterations")
     eta_s = (goal_iteration - counter["iteration"]) * pace_s if goal_iteration and pace_s else None

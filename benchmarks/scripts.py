@@ -32,9 +32,9 @@ import psutil
 REPOSITORY = Path(__file__).parents[1]
 SCRIPTS = REPOSITORY / "examples" / "scripts"
 RANK = str(REPOSITORY / "benchmarks" / "observed_rank.py")
-TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--max-restarts", "3"]
-RESIHP = ["resihp", "run", "--local", "--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3"]
-LAUNCHERS = {"torchrun": TORCHRUN, "resihp": RESIHP}
+TORCHRUN_COMMAND = ["torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--max-restarts", "3"]
+RESIHP_COMMAND = ["resihp", "run", "--local", "--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3"]
+LAUNCHERS = {"torchrun": TORCHRUN_COMMAND, "resihp": RESIHP_COMMAND}
 FAULTS = ("none", "kill", "node", "stop", "raise", "memory", "slow", "interrupt")
 FOLDER_VARIABLE = "TRIAL_FOLDER"
 """Marks all processes of a trial."""

@@ -14,11 +14,10 @@ from resihp.words import count_of, natural
 
 def nodes_of(job: Job) -> tuple[str, ...]:
     """Return the nodes of the next round; empty if there are fewer than `Settings.nodes_least`."""
-    candidates = usable(job)
+    settings, candidates = job.settings, usable(job)
     reliable = [name for name in candidates if not _is_unreliable(job, name)]
-    least = job.settings.nodes_least
+    least = settings.nodes_least
     chosen = reliable if len(reliable) >= least else candidates
-    settings = job.settings
     count = min(len(chosen), settings.nodes - settings.spares if settings.spares_wait else settings.nodes)
     while count >= max(1, least) and not _fits(job, count):
         count -= 1

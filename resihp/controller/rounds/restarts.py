@@ -27,13 +27,13 @@ FRUITFUL_S = 120.0
 SURELY_FRUITFUL_S = 3600.0
 """Seconds after which a round counts as progress even if it ended as the round before it: in a long job, devices die of
 the same cause again and again, and the script has surely saved checkpoints meanwhile."""
+MAX_NAMED_NODES = 8
+"""Largest number of nodes of a round that the message about its start names."""
 MAX_FRUITLESS = 3
 """Number of rounds in a row without progress after which the script is not started again."""
 END_TIMEOUT_S = 30.0
 """Seconds that a node has to end the processes of a round. Then the node is given up: a process that cannot be killed
 holds its GPU."""
-
-
 FENCED_S = SCRIPT_ALONE_S + 15.0
 """Seconds from the loss of a silent node until its agent has ended its processes, even those that a driver keeps for a
 while."""
@@ -140,7 +140,7 @@ def proceed(job: Job) -> None:
                 "notice", f"node {names}: may still run its processes; the others start {FENCED_S:.0f} s after its loss"
             )
     elif nodes:
-        _start(job, nodes)
+        _start(job, nodes, ended_since=ending.since)
     elif not replacements.may_still_come(job):
         endings.too_few(job, next_round.shortage(job))
     elif not ending.waits_for_nodes:
@@ -174,19 +174,18 @@ def _unfenced(job: Job) -> list[str]:
     ]
 
 
-def _start(job: Job, nodes: tuple[str, ...]) -> None:
+def _start(job: Job, nodes: tuple[str, ...], ended_since: float) -> None:
+    """Order the processes of the next round. `ended_since`: when those of the last round were ordered to end."""
     assert job.record.restart is not None
-    number, ended_at = job.record.restart.round, job.now
+    number = job.record.restart.round
     devices = [(name, device) for name in nodes for device in range(job.settings.gpus_per_node)]
-    job.start = Beginning(
-        met=True, hang=job.start.hang.of_next_round(), restarted=(job.start.ending or Restarting({}, job.now)).since
-    )
+    job.start = Beginning(met=True, hang=job.start.hang.of_next_round(), restarted=ended_since)
     job.errors.clear()
     job.signalled.clear()
     job.starting.clear()
     job.log(WorkersOrdered(workers=tuple((rank, *place) for rank, place in enumerate(devices)), round=number))
     job.move("gathering")
-    job.progress_at = ended_at
-    where = f"{count_of(len(nodes), 'node')}" if len(nodes) > 8 else ", ".join(nodes)
+    job.progress_at = job.now
+    where = count_of(len(nodes), "node") if len(nodes) > MAX_NAMED_NODES else ", ".join(nodes)
     job.say("notice", f"restart {number}: {count_of(len(devices), 'rank')} on {where}")
     startup.start_workers(job)

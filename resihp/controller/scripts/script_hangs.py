@@ -64,7 +64,7 @@ def patience_s(job: Job, watch: HangWatch) -> float:
     """Return the seconds without an iteration after which a script is inspected; before the first iteration of a
     round, at least the start budget."""
     usual_s = statistics.median(watch.gaps_s)
-    least_s = (job.settings.script_hang_s or math.inf) / 2 if watch.is_begun else job.settings.start_budget_s
+    least_s = _seconds(job.settings.script_hang_s) / 2 if watch.is_begun else job.settings.start_budget_s
     return max(least_s, USUAL_FACTOR * usual_s, LONGEST_FACTOR * watch.longest_s)
 
 
@@ -96,14 +96,17 @@ def _decide(job: Job, watch: HangWatch, silent_s: float) -> None:
     """End the ranks that hold up the script, if this inspection and the one before agree on them."""
     verdict, verdict_before = judge_looks(watch.looks), judge_looks(watch.before)
     unmoved = [rank for rank in verdict.ranks if _is_unmoved(job, watch, rank)]
-    limit_s = math.inf if job.settings.idle_limit_s is None else job.settings.idle_limit_s
-    if unmoved and verdict.ranks == verdict_before.ranks and silent_s > (job.settings.script_hang_s or math.inf):
+    is_confirmed = verdict.ranks == verdict_before.ranks and silent_s > _seconds(job.settings.script_hang_s)
+    is_hopeless = bool(watch.before) and silent_s > _seconds(job.settings.idle_limit_s)
+    if unmoved and (is_confirmed or is_hopeless):
         _end_ranks(job, watch, unmoved, verdict, silent_s)
-    elif silent_s > limit_s and watch.before:
-        if unmoved:
-            _end_ranks(job, watch, unmoved, verdict, silent_s)
-        else:
-            _end_all(job, watch, verdict, silent_s)
+    elif is_hopeless:
+        _end_all(job, watch, verdict, silent_s)
+
+
+def _seconds(limit_s: float | None) -> float:
+    """Return a limit; infinite if there is none."""
+    return math.inf if limit_s is None else limit_s
 
 
 def _is_unmoved(job: Job, watch: HangWatch, rank: int) -> bool:

@@ -10,8 +10,9 @@ import re
 
 import msgspec
 
-MAX_FRAMES = 40
-"""Number of innermost frames of a thread that are kept."""
+MAX_FRAMES, MAX_SCRIPT_FRAMES = 12, 4
+"""Number of innermost frames of a thread that are kept, and of further ones that belong to the user's script: all ranks
+of a large job send their stacks at the same moment."""
 MAX_NAME = 200
 """Characters of a file or function name that are kept."""
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+", re.MULTILINE)
@@ -40,10 +41,10 @@ def main_thread(printed: str) -> tuple[StackFrame, ...]:
     begins = [match.end() for match in _THREAD.finditer(printed)]
     if not begins:
         return ()
-    frames = list(_FRAME.finditer(printed, begins[-1]))[:MAX_FRAMES]
-    return tuple(
-        StackFrame(file[-MAX_NAME:], int(line), name[:MAX_NAME]) for file, line, name in (f.groups() for f in frames)
-    )
+    calls = (match.groups() for match in _FRAME.finditer(printed, begins[-1]))
+    frames = [StackFrame(file[-MAX_NAME:], int(line), name[:MAX_NAME]) for file, line, name in calls]
+    of_script = [frame for frame in frames[MAX_FRAMES:] if not frame.is_of_library]
+    return (*frames[:MAX_FRAMES], *of_script[:MAX_SCRIPT_FRAMES])
 
 
 def place_in_script(frames: tuple[StackFrame, ...]) -> StackFrame | None:

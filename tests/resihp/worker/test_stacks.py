@@ -12,7 +12,7 @@ from resihp.detector.hangs.stacks import main_thread
 from resihp.worker import stacks
 from tests.waiting import until
 
-STUCK = """
+STUCK_PROGRAM = """
 import os, sys, threading
 sys.path.insert(0, {path!r})
 from resihp.worker import stacks
@@ -33,7 +33,7 @@ loads()
 def process(change: str) -> tuple[subprocess.Popen[str], int]:
     """A process that forks a worker that hangs in a lock; and the worker's id."""
     path = os.path.dirname(os.path.dirname(os.path.dirname(stacks.__file__)))
-    program = STUCK.format(path=path, change=change)
+    program = STUCK_PROGRAM.format(path=path, change=change)
     started = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert started.stdout is not None
     return started, int(started.stdout.readline())

@@ -4,6 +4,9 @@
     trainer = resihp.Trainer(TransformerConfig(...), vocab_size=256, dataset=corpus, optimizer=resihp.AdamW(lr=3e-4))
     trainer.train(iterations=1000)
 
+A script with a training loop of its own needs no line of resihp under `resihp run`; `resihp.reporting` has the calls
+that it may add.
+
 Importing this package is cheap: torch and megatron-core are loaded when `Trainer` or `AdamW` is first used.
 """
 
@@ -18,12 +21,27 @@ from resihp.parallelism.workload import Dataset, Evaluation, MicroBatch
 if TYPE_CHECKING:
     from resihp.executor.state.optimizer import AdamW
     from resihp.executor.trainer import Trainer
+    from resihp.reporting.checkpoints import checkpointed
 
     __version__: str
 
-__all__ = ["AdamW", "Dataset", "Evaluation", "MicroBatch", "ResihpError", "Trainer", "UsageError", "__version__"]
+__all__ = [
+    "AdamW",
+    "Dataset",
+    "Evaluation",
+    "MicroBatch",
+    "ResihpError",
+    "Trainer",
+    "UsageError",
+    "__version__",
+    "checkpointed",
+]
 
-_LAZY = {"Trainer": "resihp.executor.trainer", "AdamW": "resihp.executor.state.optimizer"}
+_LAZY = {
+    "AdamW": "resihp.executor.state.optimizer",
+    "Trainer": "resihp.executor.trainer",
+    "checkpointed": "resihp.reporting.checkpoints",
+}
 
 
 def __getattr__(name: str) -> Any:

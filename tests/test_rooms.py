@@ -37,7 +37,7 @@ ORDER: Mapping[str, tuple[set[str], ...]] = {
         {"protocol", "datasets"},
         {"record", "pipeline"},
         {"detector", "scheduler", "worker"},
-        {"controller", "executor"},
+        {"controller", "executor", "reporting"},
         {"simulator"},
         {"__main__"},  # the command `resihp`, which loads the wrapper
     ),
@@ -103,7 +103,7 @@ LONG_MODULES: Mapping[str, int] = {
     "resihp/detector/diagnosis/signatures.py": 550,
     "resihp/detector/online/monitor.py": 625,
     "resihp/detector/sequential/peer_cusum.py": 600,
-    "resihp/protocol/messages.py": 1000,
+    "resihp/protocol/messages.py": 975,
     "resihp/record/fold.py": 425,
     "resihp/record/journal.py": 800,
     "slurm/site/hook.py": 875,

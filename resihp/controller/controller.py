@@ -274,6 +274,8 @@ def _take_message(job: Job, member: Member, message: m.WorkerMessage) -> None:
             iterations.checkpoint_part(job, member, message)
         case m.Probed():
             slowness.probed(job, member, message)
+        case m.ScriptSaved():
+            pass
         case m.Progress():
             pass  # heartbeats carry the same data
         case _:

@@ -36,13 +36,13 @@ from resihp.parallelism.plan import Plan
 from resihp.parallelism.transfers import Base
 from resihp.protocol.inventory import NodeInventory as Machine
 from resihp.protocol.inventory import Software
+from resihp.protocol.script_messages import Message as Message
+from resihp.protocol.script_messages import Printed as Printed
+from resihp.protocol.script_messages import PrintedFigures as PrintedFigures
+from resihp.protocol.script_messages import ScriptSaved as ScriptSaved
 
 NO_DIGEST = "0" * 16
 """Value of `StepOutcome.samples_digest` if the samples are not known."""
-
-
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base class of all messages that are sent on their own."""
 
 
 class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -400,6 +400,7 @@ WorkerMessage = (
     | Finished
     | FaultDue
     | CheckpointPart
+    | ScriptSaved
     | Probed
     | Progress
 )
@@ -419,7 +420,7 @@ class Propose(Message, frozen=True, kw_only=True):
     plan: Plan
     next_iteration: int
     base: Base | None = None
-    nodes: dict[int, str] = {}
+    nodes: dict[int, str] = msgspec.field(default_factory=dict)
 
 
 class Go(Message, frozen=True, kw_only=True):
@@ -723,28 +724,6 @@ class WorkerBeat(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     progress: Progress | None
     idle_s: float | None = None
-
-
-class PrintedFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """An iteration that a script has printed as complete. `seconds`: duration of one iteration, a mean if lines were
-    combined; None if unknown. `loss`: None if not printed; may be NaN or infinite."""
-
-    iteration: int
-    seconds: float | None = None
-    loss: float | None = None
-
-
-class Printed(Message, frozen=True, kw_only=True):
-    """Report the new iterations on the output of one rank, for a script that has not sent `Declare`.
-
-    The agent reads rank 0 and the last rank, once a second. A script that prints more than
-    `resihp.detector.console.condensing.MAX_FIGURES` iterations in this time has several of them combined. `goal`: last
-    iteration of the script; None if not printed.
-    """
-
-    rank: int
-    figures: tuple[PrintedFigures, ...]
-    goal: int | None = None
 
 
 class Beat(Message, frozen=True, kw_only=True):

@@ -1,0 +1,6 @@
+"""Optional calls for scripts that do not train with `resihp.Trainer`.
+
+`resihp.checkpointed` names a checkpoint that a restart may resume from. Each call is cheap, never waits, and does
+nothing if the script was not started by `resihp run`, so that the script also runs under python and torchrun. Importing
+this package imports neither torch nor any part of the wrapper.
+"""

@@ -107,6 +107,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     spares_wait: bool = False
     """Whether workers start on spare nodes only after others have declared a model: a script that never declares one
     uses the nodes that were requested, and a spare node takes the place of a lost one."""
+    finds_checkpoints: bool = False
+    """Whether the checkpoints of a script that declares no model are looked for (`[checkpoint] latest`)."""
+    takes_checkpoint: bool = False
+    """Whether such a script resumes from the checkpoint that it is given: `{checkpoint}` is in its arguments, or
+    RESIHP_RESUME_FROM in its text."""
     least: float = 0.5
     """Minimum fraction of the first layout's devices with which the job starts if the others are missing."""
     slurm: bool = False

@@ -120,6 +120,9 @@ class RunOptions:
         None
     )
     checkpoint_folder: Annotated[Path | None, typer.Option(help="Folder of checkpoints.")] = None
+    checkpoint_latest: Annotated[
+        str | None, typer.Option(help="Checkpoints of a script of your own: 'ckpt/step_*'.", metavar="<pattern>")
+    ] = None
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint, or [JOB]'s.")] = False
     resume_or_start: Annotated[
         bool, typer.Option("--resume-or-start", help="Resume if --checkpoint-folder has a checkpoint.")
@@ -189,6 +192,7 @@ def _start_options(options: RunOptions, torchrun: TorchrunOptions) -> Options:
         checkpoint={
             "every": options.checkpoint_every,
             "folder": None if options.checkpoint_folder is None else str(options.checkpoint_folder.absolute()),
+            "latest": options.checkpoint_latest,
         },
         config=options.config,
         local=shape.local,

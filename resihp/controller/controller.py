@@ -40,8 +40,8 @@ from resihp.controller.fail_stop import early_losses, endings, failures, watchdo
 from resihp.controller.fail_stop.onsets import Commit
 from resihp.controller.interface import AnyAction, AnyEvent, Dependencies
 from resihp.controller.nodes import drains, replacements, reservations, upkeep
-from resihp.controller.rounds import restarts
-from resihp.controller.scripts import printed_iterations, script_hangs
+from resihp.controller.rounds import growth, restarts
+from resihp.controller.scripts import printed_iterations, script_checkpoints, script_hangs
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member
 from resihp.controller.state.transitions import Transition
@@ -170,14 +170,10 @@ def _handle(job: Job, event: AnyEvent) -> None:
             startup.spawn_refused(job, event)
         case api.WorkerExited():
             failures.exited(job, event)
-        case api.WorkersSeen():
-            script_hangs.inspected(job, event)
-        case api.ProcessesEnded():
-            restarts.processes_ended(job, event)
         case api.WorkerSaid():
             _said(job, event)
-        case api.WorkerPrinted():
-            printed_iterations.printed(job, event.printed)
+        case api.WorkerPrinted() | api.WorkersSeen() | api.CheckpointsFound() | api.ProcessesEnded():
+            _learned_of_script(job, event)
         case api.InjectAsked() | api.StandingAsked() | api.StopAsked() | api.CheckpointAsked():
             _requested(job, event)
         case api.CheckpointLost():
@@ -196,6 +192,34 @@ def _handle(job: Job, event: AnyEvent) -> None:
             watchdog.tick(job)
         case _:
             assert_never(event)
+
+
+def _learned_of_script(
+    job: Job, event: api.WorkerPrinted | api.WorkersSeen | api.CheckpointsFound | api.ProcessesEnded
+) -> None:
+    """Handle what was learned about a script that does not declare a model."""
+    match event:
+        case api.WorkerPrinted():
+            printed_iterations.printed(job, event.printed)
+        case api.WorkersSeen():
+            script_hangs.inspected(job, event)
+        case api.CheckpointsFound():
+            _checkpoints_found(job, event)
+        case api.ProcessesEnded():
+            restarts.processes_ended(job, event)
+        case _:
+            assert_never(event)
+
+
+def _checkpoints_found(job: Job, event: api.CheckpointsFound) -> None:
+    """Take the result of a search, for which a start of the script may have waited."""
+    has_news = script_checkpoints.found(job, event)
+    if job.stage == "restarting":
+        restarts.judge(job)
+    elif job.stage == "gathering" and not job.record.placements:
+        startup.start_workers(job)
+    elif has_news:
+        growth.review(job)
 
 
 def _requested(job: Job, event: api.InjectAsked | api.StandingAsked | api.StopAsked | api.CheckpointAsked) -> None:
@@ -275,7 +299,7 @@ def _take_message(job: Job, member: Member, message: m.WorkerMessage) -> None:
         case m.Probed():
             slowness.probed(job, member, message)
         case m.ScriptSaved():
-            pass
+            script_checkpoints.reported(job, message)
         case m.Progress():
             pass  # heartbeats carry the same data
         case _:

@@ -12,8 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import msgspec
-
+from resihp.controller.scripts.interface import Action as Action
+from resihp.controller.scripts.interface import CheckpointsFound as CheckpointsFound
+from resihp.controller.scripts.interface import EndProcesses as EndProcesses
+from resihp.controller.scripts.interface import Event as Event
+from resihp.controller.scripts.interface import FindCheckpoints as FindCheckpoints
+from resihp.controller.scripts.interface import LookAtWorkers as LookAtWorkers
+from resihp.controller.scripts.interface import ProcessesEnded as ProcessesEnded
+from resihp.controller.scripts.interface import WorkerPrinted as WorkerPrinted
+from resihp.controller.scripts.interface import WorkersSeen as WorkersSeen
 from resihp.detector import modes
 from resihp.detector.interface import Detector
 from resihp.detector.probes import Place
@@ -25,7 +32,7 @@ from resihp.parallelism.plan import Plan
 from resihp.parallelism.transfers import Move, moves
 from resihp.pipeline import checker
 from resihp.protocol.inventory import NodeInventory as Machine
-from resihp.protocol.messages import Beat, Clue, Inventory, Printed, Speed, WorkerLook, WorkerMessage, WorkerOrder
+from resihp.protocol.messages import Beat, Clue, Inventory, Speed, WorkerMessage, WorkerOrder
 from resihp.record.journal import AnyEntry
 from resihp.scheduler.situation import Decision, Situation
 from resihp.settings import Detection
@@ -57,10 +64,6 @@ class Dependencies:
 
 
 # --- events -----------------------------------------------------------------------------------------------------
-
-
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    pass
 
 
 class AgentJoined(Event, frozen=True, kw_only=True):
@@ -121,29 +124,9 @@ class WorkerExited(Event, frozen=True, kw_only=True):
     clues: tuple[Clue, ...] = ()
 
 
-class ProcessesEnded(Event, frozen=True, kw_only=True):
-    """All processes of a round have ended on this node, with all processes that they had started."""
-
-    node: str
-    round: int
-
-
-class WorkersSeen(Event, frozen=True, kw_only=True):
-    """The state and stack of each worker of a node, as the controller has asked for."""
-
-    node: str
-    looks: tuple[WorkerLook, ...]
-
-
 class WorkerSaid(Event, frozen=True, kw_only=True):
     rank: int
     message: WorkerMessage
-
-
-class WorkerPrinted(Event, frozen=True, kw_only=True):
-    """A rank of a script that does not report to resihp has printed iterations (`messages.Printed`)."""
-
-    printed: Printed
 
 
 class InjectAsked(Event, frozen=True, kw_only=True):
@@ -303,6 +286,7 @@ AnyEvent = (
     | WorkersSeen
     | WorkerSaid
     | WorkerPrinted
+    | CheckpointsFound
     | InjectAsked
     | StandingAsked
     | StopAsked
@@ -328,10 +312,6 @@ AnyEvent = (
 # --- actions ----------------------------------------------------------------------------------------------------
 
 
-class Action(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    pass
-
-
 class Log(Action, frozen=True, kw_only=True):
     """Append an entry to the journal, flush the file, then hand the entry to the ledger."""
 
@@ -342,8 +322,8 @@ class StartWorkers(Action, frozen=True, kw_only=True):
     """Start workers on a node. `workers`: a (rank, device) pair for each. `joins`: the job is already training or about
     to, so the new workers wait until a plan includes them.
 
-    `nodes`: the node of every rank of the job so far, including the new ranks; the index is the rank. `round`: see
-    `journal.WorkersOrdered`.
+    `nodes`: the node of every rank of the job so far, including the new ranks; the index is the rank. `round`,
+    `checkpoint`: see `journal.WorkersOrdered`. `checkpoint_iteration`: last iteration of this checkpoint.
     """
 
     node: str
@@ -351,20 +331,8 @@ class StartWorkers(Action, frozen=True, kw_only=True):
     nodes: tuple[str, ...] = ()
     joins: bool = False
     round: int = 0
-
-
-class EndProcesses(Action, frozen=True, kw_only=True):
-    """End all processes of a round of the script on this node, and all processes that they have started. Answered with
-    a `ProcessesEnded` event, after a `WorkerExited` event for each process."""
-
-    node: str
-    round: int
-
-
-class LookAtWorkers(Action, frozen=True, kw_only=True):
-    """Inspect the workers of this node. Answered with a `WorkersSeen` event, or not at all."""
-
-    node: str
+    checkpoint: str = ""
+    checkpoint_iteration: int = 0
 
 
 class Order(Action, frozen=True, kw_only=True):
@@ -518,6 +486,7 @@ AnyAction = (
     Log
     | StartWorkers
     | EndProcesses
+    | FindCheckpoints
     | LookAtWorkers
     | Order
     | SignalWorker

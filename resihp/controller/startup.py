@@ -19,6 +19,7 @@ from resihp.controller.fail_stop import endings
 from resihp.controller.nodes import joins
 from resihp.controller.planning import first_plan
 from resihp.controller.probing import probe_orders
+from resihp.controller.scripts import script_checkpoints
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member
 from resihp.controller.state.transitions import Transition
@@ -69,6 +70,9 @@ def start_workers(job: Job) -> None:
     if job.stage != "gathering" or len(job.nodes) < job.settings.nodes:
         return
     if not job.record.placements:
+        job.start.checkpoints_since = job.start.checkpoints_since or job.now
+        if not script_checkpoints.is_ready(job, job.start.checkpoints_since):
+            return
         _number_ranks(job)
     if not job.start.ordered_at:
         job.start.ordered_at = job.now
@@ -79,10 +83,20 @@ def start_workers(job: Job) -> None:
     for rank in here:
         if rank not in job.members and rank not in job.starting:
             wanted.setdefault(names[rank], []).append(rank)
+    resumed = job.record.checkpoints.resumed
     for name, ranks in wanted.items():
         job.starting.update(ranks)
         workers = tuple((rank, job.record.placements[rank].device) for rank in ranks)
-        job.do(api.StartWorkers(node=name, workers=workers, nodes=names, round=job.record.round))
+        job.do(
+            api.StartWorkers(
+                node=name,
+                workers=workers,
+                nodes=names,
+                round=job.record.round,
+                checkpoint="" if resumed is None else resumed.folder,
+                checkpoint_iteration=0 if resumed is None else resumed.iteration,
+            )
+        )
 
 
 def _number_ranks(job: Job) -> None:
@@ -91,7 +105,15 @@ def _number_ranks(job: Job) -> None:
     if job.settings.spares_wait:
         order = order[: job.settings.nodes - job.settings.spares]
     devices = [(name, device) for name in order for device in range(job.settings.gpus_per_node)]
-    job.log(WorkersOrdered(workers=tuple((rank, *device) for rank, device in enumerate(devices))))
+    checkpoint = script_checkpoints.choose(job)
+    job.log(
+        WorkersOrdered(
+            workers=tuple((rank, *device) for rank, device in enumerate(devices)),
+            checkpoint="" if checkpoint is None else checkpoint.folder,
+        )
+    )
+    if checkpoint is not None:
+        job.say("notice", f"resumes from {checkpoint.folder} (iteration {checkpoint.iteration})")
 
 
 def go_on_without(job: Job) -> None:

@@ -549,6 +549,10 @@ class Start(Message, frozen=True, kw_only=True):
     """Whether the job is already in progress, so that the worker waits until a plan gives it work."""
     round: int = 0
     """How often all processes of the script have been started again."""
+    resume_from: str = ""
+    """Path of the checkpoint from which a script that does not declare a model is to resume; empty if none is known."""
+    resume_iteration: int = 0
+    """Last iteration of this checkpoint."""
 
 
 WorkerOrder = Start | Propose | Go | Begin | Park | Save | SaveNext | Probe | Slow | FaultGo | Halt | Published

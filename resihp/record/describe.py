@@ -109,7 +109,7 @@ def explain(entry: journal.AnyEntry, mended: RecoveryTimes | None = None) -> str
     """
     if isinstance(entry, journal.Reconfigured):
         return _reconfigured(entry, mended)
-    kinds = (_job, _member, _plan, _iteration, _trouble, _maintenance)
+    kinds = (_job, _member, _plan, _iteration, _script, _trouble, _maintenance)
     text = next((words for describe in kinds if (words := describe(entry))), None)
     assert text is not None, f"{type(entry).__name__}: no words for it"
     return text
@@ -142,7 +142,7 @@ def _job(entry: journal.AnyEntry) -> str | None:
         case journal.FaultInjected():
             when = "" if "@iteration=" in entry.text else f" in iteration {entry.iteration}"
             return f"fault {entry.fault}: {entry.text} injected{when}"
-        case journal.CheckpointCommitted():
+        case journal.CheckpointCommitted() if entry.modified is None:
             return f"checkpoint of iteration {entry.iteration}: {size(entry.bytes)} in {entry.seconds:.2f} s"
         case journal.JobEnded():
             code = "" if entry.exit_code is None else f", exit code {entry.exit_code}"
@@ -163,8 +163,6 @@ def _member(entry: journal.AnyEntry) -> str | None:
             restart = f"restart {entry.round}: " if entry.round else ""
             ranks = _numbers(tuple(rank for rank, _, _ in entry.workers), "rank")
             return f"{restart}{ranks}: to be started on {nodes}"
-        case journal.RestartDecided():
-            return f"restart {entry.round}: decided, {entry.reason}"
         case journal.WorkerStarted():
             return f"rank {entry.rank}: started on {entry.node} device {entry.device}, pid {entry.pid}"
         case journal.WorkerEnded():
@@ -221,6 +219,20 @@ def _iteration(entry: journal.AnyEntry) -> str | None:
             return f"iterations {entry.first} to {entry.last}: committed"
         case journal.IterationsUnreported():
             return f"iterations {entry.first} to {entry.last}: done while no supervisor led, their figures are lost"
+        case _:
+            return None
+
+
+def _script(entry: journal.AnyEntry) -> str | None:
+    """Describe entries about a script that does not declare a model."""
+    match entry:
+        case journal.RestartDecided():
+            return f"restart {entry.round}: decided, {entry.reason}"
+        case journal.CheckpointCommitted() if entry.modified is not None:
+            return f"checkpoint of iteration {entry.iteration}: {entry.folder}"
+        case journal.CheckpointDistrusted():
+            why = f"{entry.reason}: {entry.failure}" if entry.failure else entry.reason
+            return f"checkpoint {entry.folder}: no longer used to resume from, {why}"
         case journal.CounterSeen():
             counter = f"iteration counter of rank {entry.rank}: {entry.iteration}"
             counter += f" of {entry.goal}" if entry.goal else ""

@@ -15,6 +15,7 @@ from resihp.record.journal import (
     AnyEntry,
     ChangeDecided,
     CheckpointCommitted,
+    CheckpointDistrusted,
     CounterSeen,
     CoverageChanged,
     DrainAnswered,
@@ -94,7 +95,7 @@ def apply(record: JobRecord, entry: AnyEntry) -> None:
             _plans(record, entry)
         case IterationCommitted() | IterationsPacked() | IterationsUnreported():
             _progress(record, entry)
-        case CheckpointCommitted() | EvaluationDone() | CounterSeen() | LossNotFinite():
+        case CheckpointCommitted() | EvaluationDone() | CounterSeen() | LossNotFinite() | CheckpointDistrusted():
             _progress(record, entry)
         case FailureFound(kind="fail-slow") | FailureEnded() | ProbesTaken():
             _speeds(record, entry)
@@ -146,7 +147,9 @@ def _places(
                 record.unexplained_nodes[entry.node] = entry.reason
         case WorkersOrdered():
             if entry.round > record.round:
-                record.begin_round(entry.round)
+                record.begin_round(entry)
+            elif not record.placements:
+                record.checkpoints.begin_round(entry, None)
             for rank, node, device in entry.workers:
                 _place(record, rank, node, device)
         case WorkerStarted():
@@ -233,7 +236,8 @@ def _progress(
     | CheckpointCommitted
     | EvaluationDone
     | CounterSeen
-    | LossNotFinite,
+    | LossNotFinite
+    | CheckpointDistrusted,
 ) -> None:
     match entry:
         case IterationCommitted():
@@ -247,6 +251,12 @@ def _progress(
             record.committed = entry.last
         case CheckpointCommitted():
             record.checkpointed = max(record.checkpointed, entry.iteration)
+            if entry.modified is not None:
+                record.checkpoints.found(entry)
+        case CheckpointDistrusted():
+            record.checkpoints.distrust(entry)
+            if entry.failure:  # an older checkpoint deserves a try
+                record.fruitless = max(0, record.fruitless - 1)
         case EvaluationDone():
             record.evaluated = max(record.evaluated, entry.iteration)
         case CounterSeen():
@@ -261,7 +271,7 @@ def _progress(
 
 def _failure(record: JobRecord, entry: FailureFound) -> None:
     """Apply a failure other than slowness."""
-    record.failures = max(record.failures, entry.failure)
+    record.failures, record.last_failed = max(record.failures, entry.failure), entry.component
     if entry.diagnosed is not None:
         record.diagnosed.append(entry.diagnosed)
     lines = {*entry.evidence.splitlines(), *entry.explains}

@@ -17,10 +17,11 @@ from resihp.protocol.inventory import DeviceInventory as DeviceInventory
 from resihp.protocol.inventory import NodeInventory as NodeInventory
 from resihp.protocol.inventory import Software as Software
 from resihp.protocol.messages import Declare, Speed, StepOutcome
-
-
-class Entry(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base class of all entries."""
+from resihp.record.scripts.entries import CheckpointDistrusted as CheckpointDistrusted
+from resihp.record.scripts.entries import CounterSeen as CounterSeen
+from resihp.record.scripts.entries import Entry as Entry
+from resihp.record.scripts.entries import LossNotFinite as LossNotFinite
+from resihp.record.scripts.entries import RestartDecided as RestartDecided
 
 
 class SlurmIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,18 +105,10 @@ class WorkersOrdered(Entry, frozen=True, kw_only=True):
 
     workers: tuple[tuple[int, str, int], ...]
     round: int = 0
-
-
-class RestartDecided(Entry, frozen=True, kw_only=True):
-    """All processes of the script are to be ended, and started again in `round`. `progressed`: whether the round that
-    ends had made progress, as far as known.
-
-    Only for a script that does not declare a model. Written before any process is ended.
-    """
-
-    round: int
-    reason: str
-    progressed: bool
+    checkpoint: str = ""
+    """Path of the checkpoint from which a script that does not declare a model is to resume; empty if none is known."""
+    reached: int = 0
+    """The last iteration that such a script printed in the round before; 0 if none is known."""
 
 
 class WorkerStarted(Entry, frozen=True, kw_only=True):
@@ -554,29 +547,6 @@ class IterationsPacked(Entry, frozen=True, kw_only=True):
         return self.first + self.count - 1
 
 
-class CounterSeen(Entry, frozen=True, kw_only=True):
-    """The iterations of a script that does not report to resihp are read from the output of `rank`.
-
-    Written when its iteration counter is first seen, when its goal changes, and when the counter goes back: after a
-    restart, iterations up to `furthest` are done again, and are not committed again. Until the counter has passed
-    `furthest`, it is written again every half minute. `goal`: the last iteration of the script; None if not printed.
-    """
-
-    rank: int
-    iteration: int
-    furthest: int = 0
-    goal: int | None = None
-
-
-class LossNotFinite(Entry, frozen=True, kw_only=True):
-    """A script that does not report to resihp has printed a loss that is NaN or infinite; the loss before was finite,
-    or unknown."""
-
-    rank: int
-    iteration: int
-    loss: str
-
-
 class ModelDeclared(Entry, frozen=True, kw_only=True):
     """All ranks have declared the same model and workload. A later supervisor reads them here."""
 
@@ -709,10 +679,14 @@ class FaultInjected(Entry, frozen=True, kw_only=True):
 
 
 class CheckpointCommitted(Entry, frozen=True, kw_only=True):
+    """A checkpoint is complete. `folder`: its path. `modified`: for a checkpoint of a script that does not declare a
+    model, the time of its last change in seconds since 1970; None for one of `resihp.Trainer`."""
+
     iteration: int
     folder: str
     bytes: int
     seconds: float
+    modified: float | None = None
 
 
 class JobEnded(Entry, frozen=True, kw_only=True):
@@ -751,6 +725,7 @@ AnyEntry = (
     | IterationsPacked
     | CounterSeen
     | LossNotFinite
+    | CheckpointDistrusted
     | ModelDeclared
     | LeaderChosen
     | JobSignalled

@@ -21,7 +21,9 @@ from resihp.record.journal import (
     JobSignalled,
     RestartDecided,
     Suspected,
+    WorkersOrdered,
 )
+from resihp.record.scripts.checkpoints import ScriptCheckpoints
 
 Device = tuple[str, int]
 """(node, index of the device on the node)."""
@@ -219,6 +221,8 @@ class JobRecord:
     """How often all processes of the script have been started again."""
     restart: RestartDecided | None = None
     """The decision to start the script again, until its processes are ordered to start; None if there is none."""
+    planned_rounds: int = 0
+    """Number of restarts for which no failure was the reason."""
     fruitless: int = 0
     """Number of restarts in a row that followed a round without progress."""
     last_restart_reason: str = ""
@@ -268,8 +272,12 @@ class JobRecord:
     """Last iteration after which the weights were evaluated; 0 if there is none."""
     checkpointed: int = 0
     """Iteration of the newest complete checkpoint; 0 if there is none."""
+    checkpoints: ScriptCheckpoints = field(default_factory=ScriptCheckpoints)
+    """Those of a script that does not declare a model."""
     failures: int = 0
     """Number of the last failure found; 0 if there is none."""
+    last_failed: str = ""
+    """Component of the last failure found, slowness left out; empty if there is none."""
     diagnosed: list[Diagnosed] = field(default_factory=list)
     explained: dict[str, set[str]] = field(default_factory=dict)
     """Log lines that were used as evidence of failures, by node. They explain no later failure."""
@@ -347,13 +355,18 @@ class JobRecord:
 
     def decide_restart(self, decision: RestartDecided) -> None:
         """Apply the decision to start the script again."""
-        self.restart, self.last_restart_reason = decision, decision.reason
+        self.restart = decision
+        if decision.is_planned:
+            self.planned_rounds += 1
+            return
+        self.last_restart_reason = decision.reason
         self.fruitless = 0 if decision.progressed else self.fruitless + 1
 
-    def begin_round(self, number: int) -> None:
+    def begin_round(self, order: WorkersOrdered) -> None:
         """Forget the processes of the round that has ended, because the ranks of the new round begin at 0."""
+        self.checkpoints.begin_round(order, self.restart)
         self.committed_before = self.committed
-        self.round, self.restart = number, None
+        self.round, self.restart = order.round, None
         self.placements, self.workers, self.refused, self.unexplained = [], {}, {}, {}
         for subject in [subject for subject in self.suspects_silent if isinstance(subject, int)]:
             del self.suspects_silent[subject]

@@ -9,14 +9,22 @@ False: all processes of a script are started again together, at another port. Pu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from resihp.process import OPEN_FILES
 from resihp.protocol.messages import Start
 from resihp.worker.forkserver import ONE_THREAD
-from resihp.wrapper.config.run_spec import RunRequest
+from resihp.wrapper.config.run_spec import (
+    CHECKPOINT_PLACE,
+    ITERATION_PLACE,
+    RESUME_ITERATION_VARIABLE,
+    RESUME_VARIABLE,
+    RunRequest,
+)
 
 MEETING_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+PLACEHOLDER_FORM = re.compile(r"\{\w+\}")
 DEFAULT_ROLE = "default"
 """torchrun's default name for the role of workers."""
 
@@ -38,26 +46,39 @@ def environment_of(
         environment["PYTHONPATH"] = request.python_path
     if "GLOO_SOCKET_IFNAME" not in added:
         environment = {**network, **environment}
-    return environment | {**added, **as_torchrun(start, request), **of_layout(start, request)}
+    return environment | {**added, **as_torchrun(start, request), **of_layout(start, request), **_resumption(start)}
 
 
 def arguments_of(start: Start, request: RunRequest) -> tuple[str, ...]:
-    """Return the arguments of a worker: those of the command, with the present value in place of `{tp}`, `{pp}`, `{dp}`
-    and `{nodes}`. The values may change when the script is started again with fewer nodes."""
+    """Return the arguments of a worker: those of the command, with present values in place of `{tp}`, `{pp}`, `{dp}`,
+    `{nodes}`, `{checkpoint}` and `{checkpoint_iteration}`. They may change when the script is started again.
+
+    An argument with a place for a checkpoint, as `--resume={checkpoint}`, is left out while there is none.
+    """
     values = {f"{{{name}}}": value for name, value in _layout(start, request).items()}
-    return tuple(_filled(argument, values) for argument in request.program.argv)
+    of_checkpoint = {CHECKPOINT_PLACE: start.resume_from, ITERATION_PLACE: str(start.resume_iteration)}
+    return tuple(
+        _filled(argument, values | of_checkpoint)
+        for argument in request.program.argv
+        if start.resume_from or not any(place in argument for place in of_checkpoint)
+    )
 
 
 def _filled(argument: str, values: Mapping[str, str]) -> str:
-    for placeholder, value in values.items():
-        argument = argument.replace(placeholder, value)
-    return argument
+    return PLACEHOLDER_FORM.sub(lambda match: values.get(match[0], match[0]), argument)
 
 
 def of_layout(start: Start, request: RunRequest) -> dict[str, str]:
     """Return the layout as variables, for a script that creates its own process groups: `RESIHP_TP`, `RESIHP_PP`,
     `RESIHP_DP`, `RESIHP_NODES`."""
     return {f"RESIHP_{name.upper()}": value for name, value in _layout(start, request).items()}
+
+
+def _resumption(start: Start) -> dict[str, str]:
+    """Return the variables that name the checkpoint from which a script is to resume; none if there is none."""
+    if not start.resume_from:
+        return {}
+    return {RESUME_VARIABLE: start.resume_from, RESUME_ITERATION_VARIABLE: str(start.resume_iteration)}
 
 
 def _layout(start: Start, request: RunRequest) -> dict[str, str]:

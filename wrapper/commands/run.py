@@ -37,9 +37,10 @@ from resihp.wrapper.commands.resume import (
     run_of,
 )
 from resihp.wrapper.config import container, values
-from resihp.wrapper.config.program import mentions_resihp, resolve
+from resihp.wrapper.config.program import resolve
 from resihp.wrapper.config.run_spec import Container, ListenerSettings, Program, RunRequest
 from resihp.wrapper.config.schema import Configuration, DetectSection
+from resihp.wrapper.config.script_settings import script_settings
 from resihp.wrapper.config.shape import Shape, check_layout, check_target, of_allocation, on_this_machine
 from resihp.wrapper.config.sources import check_partition, read
 from resihp.wrapper.exit_codes import REQUEUE_REQUESTED, TRAINING_BROKEN, TRAINING_FAILED
@@ -200,6 +201,7 @@ def make_request(checked: Checked, options: Options) -> RunRequest:
         run=run_of(checkpoints, resumed=resumption is not None, earlier=checked.restart.run),
         ledger_url=configuration.ledger.url,
         ledger_keep_s=configuration.ledger.keep,
+        checkpoint_pattern=configuration.checkpoint.latest,
         progress_pattern=configuration.progress.pattern,
         restart_count=restart_count,
         host=of_slurm.address if of_slurm else "127.0.0.1",
@@ -334,8 +336,7 @@ def _settings(
         node_names=shape.nodes,
         gpus_per_node=shape.gpus_per_node,
         spares=shape.spares,
-        declares=program.kind != "command",
-        spares_wait=not mentions_resihp(program, os.getcwd()),
+        **script_settings(configuration, program, os.getcwd()),
         tp=layout.tp,
         pp=layout.pp,
         schedule=layout.schedule,
@@ -343,10 +344,6 @@ def _settings(
         sequence_parallel=layout.sequence_parallel,
         tune=layout.tune,
         memory_bytes=configuration.job.memory_per_device,
-        idle_limit_s=configuration.job.idle_limit,
-        script_hang_s=configuration.job.hang_limit,
-        max_restarts=adapt.max_restarts,
-        min_nodes=configuration.job.min_nodes or 0,
         come_backs=adapt.come_backs,
         least=adapt.least,
         examine=adapt.examine,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from resihp.errors import UsageError
 from resihp.wrapper.config.launchers import refuse_launcher
-from resihp.wrapper.config.run_spec import Program
+from resihp.wrapper.config.run_spec import CHECKPOINT_PLACE, RESUME_VARIABLE, Program
 from resihp.wrapper.launch.launcher import own_environment
 
 MAX_SCRIPT_BYTES = 1 << 20
@@ -128,12 +128,24 @@ def _has_resihp(interpreter: str) -> bool:
 def mentions_resihp(program: Program, cwd: str) -> bool:
     """Return whether the text of a script, or of a module in the working directory, contains the word resihp. If not,
     it is probably no script that trains with resihp.Trainer; it may still import a module that does."""
+    return b"resihp" in _text(program, cwd)
+
+
+def takes_checkpoint(program: Program, cwd: str) -> bool:
+    """Return whether a script resumes from the checkpoint that it is given: its arguments have a place for it, or its
+    text mentions the environment variable that names it."""
+    in_arguments = any(CHECKPOINT_PLACE in word for word in program.argv)
+    return in_arguments or RESUME_VARIABLE.encode() in _text(program, cwd)
+
+
+def _text(program: Program, cwd: str) -> bytes:
+    """Return the text of a script, or of a module in the working directory; empty if it cannot be read."""
     if program.kind == "command":
-        return False
+        return b""
     name = program.argv[0]
     path = Path(cwd, name if program.kind == "script" else f"{name.replace('.', '/')}.py")
     try:
         with path.open("rb") as file:
-            return b"resihp" in file.read(MAX_SCRIPT_BYTES)
+            return file.read(MAX_SCRIPT_BYTES)
     except OSError:
-        return False
+        return b""

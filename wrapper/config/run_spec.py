@@ -18,6 +18,11 @@ from resihp.worker.forkserver import PRELOADED_MODULES
 from resihp.wrapper.job_folder import Job, OurJob, write_private
 from resihp.wrapper.launch.ports import Ports
 
+CHECKPOINT_PLACE, ITERATION_PLACE = "{checkpoint}", "{checkpoint_iteration}"
+"""Stand in the command of a script for the checkpoint from which it is to resume: its path, its last iteration."""
+RESUME_VARIABLE, RESUME_ITERATION_VARIABLE = "RESIHP_RESUME_FROM", "RESIHP_RESUME_ITERATION"
+"""Environment variables with the same values."""
+
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
     """Description of how to start the user's command. `argv` begins with the script, the module's name, or the
@@ -110,6 +115,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     resume: bool
     ledger_url: str
     restart_count: int
+    checkpoint_pattern: str = ""
+    """Value of `[checkpoint] latest`; empty if not set."""
     progress_pattern: str = ""
     """Value of `[progress] pattern`; empty if not set."""
     ledger_keep_s: float | None = None

@@ -174,7 +174,7 @@ class DetectSection(Section):
 
 
 class CheckpointSection(Section):
-    """[checkpoint]: how often, how many, where."""
+    """[checkpoint]: how often, how many, where. `every`, `keep` and `folder` apply to `resihp.Trainer`."""
 
     every: int = Field(default=_SETTINGS.checkpoint_every, ge=0)
     """Iterations between checkpoints; the last iteration is followed by one, too. 0: no checkpoints."""
@@ -182,6 +182,11 @@ class CheckpointSection(Section):
     """Number of complete checkpoints to keep."""
     folder: str = ""
     """Folder for checkpoints; the job's own folder by default."""
+    latest: Annotated[str, AfterValidator(values.path_pattern)] = ""
+    """Where a script that does not use `resihp.Trainer` saves its checkpoints, as a pattern of paths relative to the
+    working directory: `ckpt/step_*`, `out/checkpoint-*`, `logs/*.ckpt`, `ckpt/iter_*`. When the script is started, it
+    finds the newest complete one in RESIHP_RESUME_FROM and in place of `{checkpoint}` in its command. The folder has
+    to be visible to all nodes."""
 
 
 class ProgressSection(Section):

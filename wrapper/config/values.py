@@ -86,6 +86,15 @@ def plain_or_none(name: str) -> str:
     return plain(name) if name else name
 
 
+def path_pattern(pattern: str) -> str:
+    """Return a pattern of paths unchanged. Raises ValueError if it cannot match the path of a checkpoint."""
+    if not pattern.isprintable():
+        raise ValueError("must be one line of printable characters")
+    if pattern.endswith(("/", "/..", "/.")):
+        raise ValueError("must end with the name of a checkpoint, as ckpt/step_*")
+    return pattern
+
+
 def site_command(words: tuple[str, ...]) -> tuple[str, ...]:
     """Return the words of a command that runs without a shell. Raises ValueError if they look like a shell's line, or
     depend on the folder in which a job starts."""

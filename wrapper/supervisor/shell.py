@@ -46,7 +46,7 @@ from resihp.wrapper.supervisor.agents.departure import Departure
 from resihp.wrapper.supervisor.agents.links import AgentLinks
 from resihp.wrapper.supervisor.agents.starts import WorkerStarts
 from resihp.wrapper.supervisor.attention import LOOK_EVERY_S, Attention, StoppedJob
-from resihp.wrapper.supervisor.checkpoint_commit import CheckpointCommits
+from resihp.wrapper.supervisor.checkpoints.files import CheckpointFiles
 from resihp.wrapper.supervisor.collaborators import (
     ControllerLike,
     NodeHistory,
@@ -138,7 +138,7 @@ class Supervisor:
         self._gate = DecisionGate(self._links, self._journal, kept, self._do, self._attention.seconds)
         fault_ids = itertools.count(len(settings.faults) + (lead.term * 1000 if lead else 1))
         self._operators = Operators(fault_ids, self._event, self._ending)
-        self._checkpoints = CheckpointCommits(request, self._start, self._note, self._checkpoint_lost)
+        self._checkpoints = CheckpointFiles(request, self._start, self._note, self._checkpoint_lost, self._event)
         self._is_deposed = self._disk_reported = self._job_ended = self._end_decided = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._telemetry: list[report_rows.Report] = []
@@ -322,7 +322,7 @@ class Supervisor:
                 self._thinker.ask(action)
             case api.TellScores():
                 self._ledger.scores(action.iteration, action.scores)
-            case api.CommitCheckpoint():
+            case api.CommitCheckpoint() | api.FindCheckpoints():
                 self._checkpoints.begin(action)
             case api.Say():
                 self._view.say(action.level, action.text)

@@ -6,11 +6,11 @@ from __future__ import annotations
 import signal as signals
 
 from resihp.controller import interface as api
-from resihp.controller import iterations, transition
+from resihp.controller import iterations, startup, transition
 from resihp.controller.fail_stop import early_losses, endings, failures, last_to_leave, liveness, silence
 from resihp.controller.nodes import joins
 from resihp.controller.rounds import restarts
-from resihp.controller.scripts import script_hangs
+from resihp.controller.scripts import script_checkpoints, script_hangs
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member, Node
 from resihp.controller.state.transitions import Transition
@@ -84,10 +84,13 @@ def judge_start(job: Job) -> None:
         judge_absent(job)
     elif job.record.placements:
         early_losses.judge(job)
+    else:
+        startup.start_workers(job)  # it waits for the search for checkpoints
     if job.stage == "gathering" and job.record.placements:
         last_to_leave.judge(job)
     if job.runs_script:
         script_hangs.judge(job)
+        script_checkpoints.watch(job)
 
 
 def judge_absent(job: Job) -> None:

@@ -16,11 +16,13 @@ from resihp.controller import startup
 from resihp.controller.fail_stop import endings, incidents
 from resihp.controller.nodes import replacements
 from resihp.controller.rounds import next_round
+from resihp.controller.rounds.reasons import is_same
+from resihp.controller.scripts import script_checkpoints
 from resihp.controller.state.beginnings import Beginning, Restarting
 from resihp.controller.state.job import Job
 from resihp.record.journal import RestartDecided, WorkersOrdered
 from resihp.settings import SCRIPT_ALONE_S
-from resihp.words import alike, count_of, natural
+from resihp.words import count_of, natural
 
 FRUITFUL_S = 120.0
 """Seconds that a round has to last to count as progress, if nothing else is known of the script's progress."""
@@ -39,18 +41,29 @@ FENCED_S = SCRIPT_ALONE_S + 15.0
 while."""
 
 
-def begin(job: Job, reason: str) -> bool:
+def begin(job: Job, reason: str, *, is_planned: bool = False, is_fruitless: bool = False) -> bool:
     """End all processes of the script and start them again; return whether this was decided. If not, the user is told
-    the reason. The failure itself must have been journaled."""
+    the reason. The failure itself must have been journaled.
+
+    `is_planned`: no failure is the reason. `is_fruitless`: the round has made no progress, whatever it has printed.
+    """
     if not job.record.placements:
         return False
     if why_not := obstacle(job, reason):
         job.say("notice", f'not started again: {why_not}; see docs/interface.md, "Scripts that do not use resihp"')
         return False
     number = job.record.round + 1
-    job.log(RestartDecided(round=number, reason=reason, progressed=has_progressed(job, reason)))
+    job.log(
+        RestartDecided(
+            round=number,
+            reason=reason,
+            progressed=not is_fruitless and has_progressed(job, reason),
+            is_planned=is_planned,
+        )
+    )
     job.move("restarting")
-    job.say("notice", f"restart {number}: the other processes are ended, then all are started again")
+    processes = "all processes" if is_planned else "the other processes"
+    job.say("notice", f"restart {number}: {processes} are ended, then all are started again")
     resume(job)
     return True
 
@@ -60,8 +73,9 @@ def obstacle(job: Job, reason: str) -> str:
     settings, record = job.settings, job.record
     if job.stop_request is not None:
         return "the job is to stop"
-    if record.round >= settings.max_restarts:
-        times = f"it has been started again {count_of(record.round, 'time')}; " if record.round else ""
+    count = record.round - record.planned_rounds
+    if count >= settings.max_restarts:
+        times = f"it has been started again {count_of(count, 'time')}; " if count else ""
         return f"{times}[adapt] max_restarts is {settings.max_restarts}"
     if is_stuck(job, reason):
         return f"the last {count_of(MAX_FRUITLESS + 1, 'run')} of the script made no progress"
@@ -76,20 +90,17 @@ def is_stuck(job: Job, reason: str) -> bool:
 
 
 def has_progressed(job: Job, reason: str) -> bool:
-    """Return whether the round that ends for this reason counts as progress: it has printed an iteration beyond those
-    of the rounds before it, or it lasted for a while and did not end as the round before it, or it lasted for long."""
-    if job.record.committed > job.record.committed_before:
+    """Return whether the round that ends for this reason counts as progress: it has printed or saved an iteration
+    beyond those of the rounds before it, or it lasted for a while and did not end as the round before it, or it lasted
+    for long."""
+    checkpoints = job.record.checkpoints
+    has_saved_more = checkpoints.furthest > checkpoints.furthest_before
+    if job.record.committed > job.record.committed_before or has_saved_more:
         return True
     lasted_s = job.now - job.start.ordered_at
     if lasted_s > SURELY_FRUITFUL_S:
         return True
     return lasted_s > FRUITFUL_S and not is_same(reason, job.record.last_restart_reason)
-
-
-def is_same(reason: str, before: str) -> bool:
-    """Return whether two rounds ended for the same reason. The loss of another node is another reason; the same error
-    on another rank is not."""
-    return reason == before if reason.startswith("node ") else alike(reason) == alike(before)
 
 
 def resume(job: Job) -> None:
@@ -131,7 +142,7 @@ def proceed(job: Job) -> None:
     ending = job.start.ending
     if job.stage != "restarting" or ending is None or ending.waiting or job.stop_request is not None:
         return
-    nodes = next_round.nodes_of(job)
+    nodes, ending.ended_at = next_round.nodes_of(job), ending.ended_at or job.now
     if unfenced := _unfenced(job):
         if not ending.waits_for_fence:
             ending.waits_for_fence = True
@@ -139,8 +150,10 @@ def proceed(job: Job) -> None:
             job.say(
                 "notice", f"node {names}: may still run its processes; the others start {FENCED_S:.0f} s after its loss"
             )
-    elif nodes:
+    elif nodes and script_checkpoints.is_ready(job, ending.ended_at):
         _start(job, nodes, ended_since=ending.since)
+    elif nodes:
+        pass  # the answer starts the round
     elif not replacements.may_still_come(job):
         endings.too_few(job, next_round.shortage(job))
     elif not ending.waits_for_nodes:
@@ -178,14 +191,24 @@ def _start(job: Job, nodes: tuple[str, ...], ended_since: float) -> None:
     """Order the processes of the next round. `ended_since`: when those of the last round were ordered to end."""
     assert job.record.restart is not None
     number = job.record.restart.round
+    reached = job.counter.iteration if job.counter.at >= job.start.ordered_at else 0
+    checkpoint = script_checkpoints.choose(job, job.record.restart, reached)
     devices = [(name, device) for name in nodes for device in range(job.settings.gpus_per_node)]
     job.start = Beginning(met=True, hang=job.start.hang.of_next_round(), restarted=ended_since)
     job.errors.clear()
     job.signalled.clear()
     job.starting.clear()
-    job.log(WorkersOrdered(workers=tuple((rank, *place) for rank, place in enumerate(devices)), round=number))
+    job.log(
+        WorkersOrdered(
+            workers=tuple((rank, *place) for rank, place in enumerate(devices)),
+            round=number,
+            checkpoint="" if checkpoint is None else checkpoint.folder,
+            reached=reached,
+        )
+    )
     job.move("gathering")
     job.progress_at = job.now
     where = count_of(len(nodes), "node") if len(nodes) > MAX_NAMED_NODES else ", ".join(nodes)
-    job.say("notice", f"restart {number}: {count_of(len(devices), 'rank')} on {where}")
+    resumes = "" if checkpoint is None else f", from {checkpoint.folder} (iteration {checkpoint.iteration})"
+    job.say("notice", f"restart {number}: {count_of(len(devices), 'rank')} on {where}{resumes}")
     startup.start_workers(job)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from resihp.controller.fail_stop import failures, own_causes
 from resihp.controller.rounds import restarts
+from resihp.controller.rounds.reasons import is_same
 from resihp.controller.state.job import Job
 
 GRACE_S = 3.0
@@ -30,7 +31,7 @@ def begin(job: Job, ranks: Sequence[int], reason: str) -> bool:
     """Start a script again that failed in the same way on most ranks; return whether that was decided. An error of the
     script itself is tried again only if the script has made progress before: once, or after further iterations."""
     has_printed_more = job.record.committed > job.record.committed_before
-    recurs = not has_printed_more and restarts.is_same(reason, job.record.last_restart_reason)
+    recurs = not has_printed_more and is_same(reason, job.record.last_restart_reason)
     may_pass = own_causes.may_pass(job, ranks[0]) or (restarts.has_progressed(job, reason) and not recurs)
     if job.has_declared or not may_pass or restarts.obstacle(job, reason):
         return False

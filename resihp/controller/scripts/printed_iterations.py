@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from resihp.controller.scripts import script_hangs
+from resihp.controller.scripts import bad_losses, script_hangs
 from resihp.controller.state.job import Job
 from resihp.protocol import messages as m
 from resihp.record.describe import explain
@@ -52,6 +52,8 @@ def _take(job: Job, report: m.Printed, figures: m.PrintedFigures) -> None:
         if again and went_back:
             job.say("notice", explain(entry))
     _judge_loss(job, report.rank, figures)
+    if figures.loss is not None:
+        bad_losses.take(job, iteration, figures.loss)
     if not again:
         job.log(
             IterationCommitted(

@@ -14,11 +14,13 @@ from resihp.record.state import HowLost
 @dataclass
 class Restarting:
     """The end of a round, before the next one. `waiting`: nodes that have not reported the end of their processes, with
-    their ranks. `since`: time of the order. `waits_for_nodes`, `waits_for_fence`: whether the user was told that the
-    next round lacks a node, or that processes of a silent node may still run."""
+    their ranks. `since`: time of the order. `ended_at`: time since which no process is left; 0 before that.
+    `waits_for_nodes`, `waits_for_fence`: whether the user was told that the next round lacks a node, or that processes
+    of a silent node may still run."""
 
     waiting: dict[str, list[int]]
     since: float
+    ended_at: float = 0.0
     waits_for_nodes: bool = False
     waits_for_fence: bool = False
 
@@ -29,6 +31,8 @@ class Beginning:
 
     enough_at: float | None = None
     """Time since which enough nodes have joined to start without the missing ones; None while too few have."""
+    checkpoints_since: float = 0.0
+    """Time since which the first processes could be started, but for the search for checkpoints; 0 before that."""
     ordered_at: float = 0.0
     """Time at which this supervisor ordered the first processes to start; 0 before that."""
     awaited: set[int] = field(default_factory=set)

@@ -54,6 +54,42 @@ class IterationReports:
 
 
 @dataclass
+class LossWatch:
+    """The losses that a script prints (`scripts.bad_losses`), as this supervisor has seen them."""
+
+    round: int = 0
+    history: tuple[float, ...] = ()
+    """The last good losses before the present round; empty if there were few."""
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+    """The last good losses of the present round."""
+    was_finite: bool = False
+    """Whether any loss was finite."""
+    bad_since: int = 0
+    """Iteration of the first of the bad losses that were printed last; 0 if the last loss was good."""
+    bad_count: int = 0
+    is_refused: bool = False
+    """Whether the script cannot be started again because of the present bad losses."""
+
+    @property
+    def has_recovered(self) -> bool:
+        """Whether the losses of the present round were good for long enough to belong to their history."""
+        return len(self.recent) == self.recent.maxlen
+
+    def begin_round(self, number: int, min_history: int) -> None:
+        if len(self.recent) >= min_history:
+            self.history = tuple(self.recent)
+        self.recent.clear()
+        self.round, self.bad_since, self.bad_count, self.is_refused = number, 0, 0, False
+
+    def good(self, loss: float) -> None:
+        self.was_finite, self.bad_since, self.bad_count, self.is_refused = True, 0, 0, False
+        self.recent.append(loss)
+
+    def bad(self, iteration: int) -> None:
+        self.bad_since, self.bad_count = self.bad_since or iteration, self.bad_count + 1
+
+
+@dataclass
 class PrintedCounter:
     """The iteration counter that a script prints, as this supervisor has seen it."""
 
@@ -65,6 +101,7 @@ class PrintedCounter:
     """Time of the last line that counted."""
     noted_at: float = float("-inf")
     """Time of the last `CounterSeen` entry."""
+    losses: LossWatch = field(default_factory=LossWatch)
     is_finite: bool = True
     """Whether the last loss was finite, or none was printed."""
 

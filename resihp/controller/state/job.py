@@ -13,6 +13,7 @@ from resihp.controller.fail_stop.onsets import Onsets
 from resihp.controller.interface import AnyAction, Dependencies, Log, Order, Planner, Say
 from resihp.controller.lifecycle import CHANGING_STAGES, TRAINING_STAGES, Lifecycle, Stage
 from resihp.controller.state.beginnings import Beginning, Recovery
+from resihp.controller.state.checkpoint_search import CheckpointSearch
 from resihp.controller.state.examinations import Examination, Inquiry, Rechecks
 from resihp.controller.state.incidents import ArmedFault, Incident
 from resihp.controller.state.iterations import Forecast, IterationReports, PrintedCounter, Tuning
@@ -134,7 +135,7 @@ class Job:
         """(tokens, sum of squared lengths, micro-batches) of recent iterations."""
         self.profile: Profile | None = None
         """Times of layers and transfers; None until the detector has learned them."""
-        self.tuning, self.counter = Tuning(), PrintedCounter()
+        self.tuning, self.counter, self.search = Tuning(), PrintedCounter(), CheckpointSearch()
         self.forecast: Forecast | None = None
         """Predicted time of the last iteration with a reported workload; None if no time could be predicted yet."""
         self.parts: dict[tuple[int, int, str], dict[int, CheckpointPart]] = {}

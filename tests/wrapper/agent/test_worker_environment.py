@@ -6,10 +6,12 @@ import inspect
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from resihp.protocol.messages import Start
-from resihp.wrapper.agent.worker_environment import as_torchrun, environment_of
+from resihp.wrapper.agent.worker_environment import arguments_of, as_torchrun, environment_of
+from resihp.wrapper.config.run_spec import Program
 from tests.wrapper.run_requests import run_request
 
 NODES = ("n1", "n1", "n2", "n2")
@@ -53,3 +55,16 @@ def test_what_the_user_sets_stays_but_for_another_jobs_place_to_meet(tmp_path: P
 def test_a_process_that_comes_later_counts_devices_and_not_the_dead(tmp_path: Path) -> None:
     ours = as_torchrun(start(4, 1, (*NODES, "n1")), run_request("6", tmp_path, nodes=2, gpus=2))
     assert (ours["LOCAL_RANK"], ours["LOCAL_WORLD_SIZE"], ours["GROUP_RANK"]) == ("1", "2", "0")
+
+
+def test_the_checkpoint_is_in_the_arguments_and_in_the_environment(tmp_path: Path) -> None:
+    argv = ("train.py", "--resume={checkpoint}", "--ckpt-step={checkpoint_iteration}", "--tp", "{tp}")
+    request = run_request("6", tmp_path, program=Program(kind="script", argv=argv, interpreter="python"))
+    first = start(0, 0)
+    assert arguments_of(first, request) == ("train.py", "--tp", "1"), "no checkpoint: nothing to resume from"
+    assert "RESIHP_RESUME_FROM" not in environment_of(first, request, {}, {}, {})
+    second = msgspec.structs.replace(first, resume_from="/ckpt/{tp} x", resume_iteration=40)
+    assert arguments_of(second, request) == ("train.py", "--resume=/ckpt/{tp} x", "--ckpt-step=40", "--tp", "1")
+    environment = environment_of(second, request, {}, {}, {})
+    assert environment["RESIHP_RESUME_FROM"] == "/ckpt/{tp} x"
+    assert environment["RESIHP_RESUME_ITERATION"] == "40"

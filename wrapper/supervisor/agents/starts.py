@@ -41,6 +41,8 @@ class WorkerStarts:
                     memory_bytes=settings.memory_bytes,
                     joins=action.joins,
                     round=action.round,
+                    resume_from=action.checkpoint,
+                    resume_iteration=action.checkpoint_iteration,
                 )
                 for rank, device in action.workers
             ),

@@ -1,7 +1,7 @@
-"""Commits checkpoints that all ranks have written: writes their manifests in background tasks, one at a time.
+"""Commits checkpoints that all ranks have written, and finds those of scripts, in background tasks.
 
-The controller decides when a checkpoint is complete. A failed commit is reported and not repeated. Owned by
-`resihp.wrapper.supervisor.shell`.
+The controller decides when a checkpoint is complete; its manifest is then written, one at a time. A failed commit is
+reported and not repeated. Owned by `resihp.wrapper.supervisor.shell`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from resihp.controller import interface as api
 from resihp.errors import CheckpointError
 from resihp.record.journal import AnyEntry, CheckpointCommitted
 from resihp.wrapper.config.run_spec import RunRequest
+from resihp.wrapper.supervisor.checkpoints.finder import CheckpointFinder
 
 
-class CheckpointCommits:
-    """The checkpoint commits of one job. `under_way`: commits in progress. `fingerprint`: of the job's model and data,
+class CheckpointFiles:
+    """The checkpoint files of one job. `under_way`: commits in progress. `fingerprint`: of the job's model and data,
     as the workers declare it."""
 
     def __init__(
@@ -28,11 +29,13 @@ class CheckpointCommits:
         start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         log: Callable[[AnyEntry], None],
         report_failure: Callable[[str], None],
+        send: Callable[[api.CheckpointsFound], None],
     ) -> None:
-        """`start` starts a background task, `log` journals a committed checkpoint, and `report_failure` receives the
-        reason if a checkpoint cannot be committed."""
+        """`start` starts a background task, `log` journals a committed checkpoint, `report_failure` receives the reason
+        if a checkpoint cannot be committed, and `send` the result of a search."""
         self.under_way: set[asyncio.Task[None]] = set()
         self.fingerprint = ""
+        self._finder = CheckpointFinder(request, start, send)
         self._request = request
         self._start = start
         self._log = log
@@ -41,7 +44,10 @@ class CheckpointCommits:
         """Allows one commit at a time, in the order of completion, because each commit removes all but the newest
         checkpoints."""
 
-    def begin(self, action: api.CommitCheckpoint) -> None:
+    def begin(self, action: api.CommitCheckpoint | api.FindCheckpoints) -> None:
+        if isinstance(action, api.FindCheckpoints):
+            self._finder.begin(action)
+            return
         task = self._start(self._commit(action))
         self.under_way.add(task)
         task.add_done_callback(self.under_way.discard)

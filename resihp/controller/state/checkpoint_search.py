@@ -1,0 +1,25 @@
+"""The search for the checkpoints of a script that does not declare a model (`scripts.script_checkpoints`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from resihp.record.scripts.checkpoints import StoredCheckpoint, Version
+
+
+@dataclass
+class CheckpointSearch:
+    asked_at: float | None = None
+    """Time of the request that is not answered yet; None if there is none."""
+    is_due: bool = False
+    """Whether another search is needed after the present one."""
+    known_at: float | None = None
+    """Time of the request that was answered last; None before the first answer."""
+    stored: tuple[StoredCheckpoint, ...] = ()
+    """The complete checkpoints in the last answer, newest first."""
+    earlier: set[Version] = field(default_factory=set)
+    """Checkpoints that were there before the script was started."""
+    reported: dict[str, int | None] = field(default_factory=dict)
+    """Paths that the script has reported, with the iteration if it named one."""
+    error: str = ""
+    """Why the last search failed; empty if it did not."""

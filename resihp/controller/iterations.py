@@ -8,6 +8,7 @@ import signal as signals
 from resihp.controller import interface as api
 from resihp.controller.fail_slow import expectation
 from resihp.controller.fail_stop import endings
+from resihp.controller.scripts import script_checkpoints
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member
 from resihp.controller.tuning import retuning
@@ -166,7 +167,9 @@ def conclude(job: Job) -> None:
             job.say("notice", _unsaved(job))
         endings.end(job, 0, f"done: {count_of(job.record.committed, 'iteration')}", workers_leave=not job.live)
     else:
-        endings.end(job, 0, "done", workers_leave=True)
+        job.start.done_at = job.start.done_at or job.now
+        if script_checkpoints.is_ready(job, job.start.done_at):  # so that the last checkpoint is recorded
+            endings.end(job, 0, "done", workers_leave=True)
 
 
 def _unsaved(job: Job) -> str:

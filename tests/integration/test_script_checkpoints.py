@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from resihp.record.journal import CheckpointCommitted, JobEnded, WorkersOrdered
 from tests.integration.jobs import Job
+from tests.integration.slurm_jobs import Desk, MakeCluster
 
 pytest.importorskip("torch")
 
@@ -93,3 +95,72 @@ def test_a_script_that_fails_from_each_checkpoint_ends(job: Job) -> None:
     assert job.status == 93, job.stderr
     assert [begin.partition(",")[0] for begin in begins(job)][:4] == ["0", "40", "40", "30"]
     assert "made no progress" in job.stderr
+
+
+# --- on Slurm -------------------------------------------------------------------------------------------------------
+
+PACED = SCRIPT.replace("import argparse, os", "import argparse, os, time").replace("/60 loss", "/100000 loss")
+PACED = PACED.replace("range(begin + 1, 61)", "range(begin + 1, 100_001)")
+PACED = PACED.replace("    dist.barrier()\n", "    if os.path.exists('enough'):\n        break\n    dist.barrier()\n")
+PACED = PACED.replace("    total = ", "    time.sleep(0.1)\n    total = ")
+JOB = """\
+#!/bin/bash
+#SBATCH --no-kill --requeue
+export RESIHP_SLURM__REPLACEMENTS={replacements}
+exec resihp run --nnodes {nnodes} --checkpoint-latest 'ckpt/step_*' train.py --resume={{checkpoint}}
+"""
+
+
+def submit(desk: Desk, nnodes: str, replacements: int) -> str:
+    (desk.folder / "train.py").write_text(PACED)
+    count = nnodes.rpartition(":")[2]
+    options = [f"--nodes={count}", "--gpus-per-node=1", "--exclusive", "--output=%x-%j.out", "--open-mode=append"]
+    return desk.sbatch(JOB.format(nnodes=nnodes, replacements=replacements), *options, "--time=120")
+
+
+def finish(desk: Desk, job: str) -> None:
+    (desk.folder / "enough").touch()
+    assert desk.wait(job) == ("COMPLETED", "0:0"), desk.output(job)
+
+
+@pytest.mark.every_slurm
+@pytest.mark.timeout(400)
+def test_on_slurm_a_script_goes_on_with_fewer_nodes_and_grows_back_at_a_checkpoint(cluster: MakeCluster) -> None:
+    desk = Desk(cluster(nodes=5, gpus=1))
+    job = submit(desk, "3:4", replacements=1)
+    desk.until(lambda: desk.of(job, CheckpointCommitted), job)
+    desk.cluster.kill_node("n4")
+    shrunk, grown = desk.until(lambda: restarts(desk, job, 2), job, 200)
+    assert {node for _, node, _ in shrunk.workers} == {"n1", "n2", "n3"}
+    assert {node for _, node, _ in grown.workers} == {"n1", "n2", "n3", "n5"}
+    saved = [entry.iteration for entry in desk.of(job, CheckpointCommitted) if entry.folder == grown.checkpoint]
+    desk.until(lambda: [line for line in desk.output(job).splitlines() if f"begins at {saved[-1]}," in line], job)
+    finish(desk, job)
+    (failure,) = desk.rows("failures", job)
+    assert (failure["component"], failure["node"]) == ("node", "n4")
+    (replacement,) = desk.rows("replacements", job)
+    assert replacement["node"] == "n5"
+
+
+def restarts(desk: Desk, job: str, count: int) -> list[WorkersOrdered]:
+    """The orders of so many restarts; empty before there are so many."""
+    orders = [entry for entry in desk.of(job, WorkersOrdered) if entry.round]
+    return orders if len(orders) >= count else []
+
+
+@pytest.mark.every_slurm
+@pytest.mark.timeout(400)
+def test_on_slurm_a_requeued_script_begins_with_its_checkpoint(cluster: MakeCluster) -> None:
+    desk = Desk(cluster(nodes=2, gpus=1))
+    job = submit(desk, "2", replacements=0)
+    desk.until(lambda: desk.of(job, CheckpointCommitted), job)
+    assert desk.run("scontrol", "requeue", job).returncode == 0
+    desk.until(lambda: desk.of(job, JobEnded), job)
+    desk.start_again(job)
+    again = f"{job}-r1"
+    (order, *_) = desk.until(lambda: desk.of(again, WorkersOrdered), again)
+    saved = max(desk.of(job, CheckpointCommitted), key=lambda entry: entry.iteration)
+    assert int(order.checkpoint.rpartition("_")[2].removesuffix(".pt")) >= saved.iteration
+    finish(desk, job)
+    accounts = [line for line in desk.run("squeue", "-h").stdout.splitlines() if line]
+    assert not accounts

@@ -33,6 +33,8 @@ class Beginning:
     """Time since which enough nodes have joined to start without the missing ones; None while too few have."""
     checkpoints_since: float = 0.0
     """Time since which the first processes could be started, but for the search for checkpoints; 0 before that."""
+    done_at: float = 0.0
+    """Time at which the last process of a script had ended; 0 before that."""
     ordered_at: float = 0.0
     """Time at which this supervisor ordered the first processes to start; 0 before that."""
     awaited: set[int] = field(default_factory=set)

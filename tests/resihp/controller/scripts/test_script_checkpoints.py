@@ -166,6 +166,28 @@ def test_two_checkpoints_reported_at_once_are_both_found() -> None:
     assert job.resumed == ["", "step_4"]
 
 
+def test_the_last_checkpoint_is_known_when_the_job_ends() -> None:
+    job = saving()
+    job.prints(*range(1, 11))
+    job.save(10, look=False)
+    for rank in range(4):
+        assert job.end is None
+        job.feed(api.WorkerExited(rank=rank, status=0))
+    job.obey()
+    assert job.end is not None
+    assert job.end[0] == 0
+    assert [entry.iteration for entry in job.all(CheckpointCommitted)] == [10]
+
+
+def test_a_hanging_file_system_does_not_keep_a_job_from_ending() -> None:
+    job = saving()
+    job.is_hung = True
+    for rank in range(4):
+        job.feed(api.WorkerExited(rank=rank, status=0))
+    job.wait(12)
+    assert job.end is not None
+
+
 # --- trust ----------------------------------------------------------------------------------------------------------
 
 

@@ -127,10 +127,14 @@ def finish(desk: Desk, job: str) -> None:
 @pytest.mark.timeout(400)
 def test_on_slurm_a_script_goes_on_with_fewer_nodes_and_grows_back_at_a_checkpoint(cluster: MakeCluster) -> None:
     desk = Desk(cluster(nodes=5, gpus=1))
+    other = desk.run("sbatch", "--parsable", "-w", "n5", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
+    desk.until(lambda: desk.state(other.stdout.strip())[0] == "RUNNING", other.stdout.strip())
     job = submit(desk, "3:4", replacements=1)
     desk.until(lambda: desk.of(job, CheckpointCommitted), job)
     desk.cluster.kill_node("n4")
-    shrunk, grown = desk.until(lambda: restarts(desk, job, 2), job, 200)
+    desk.until(lambda: restarts(desk, job, 1), job, 100)
+    desk.run("scancel", other.stdout.strip())
+    shrunk, grown = desk.until(lambda: restarts(desk, job, 2), job, 100)
     assert {node for _, node, _ in shrunk.workers} == {"n1", "n2", "n3"}
     assert {node for _, node, _ in grown.workers} == {"n1", "n2", "n3", "n5"}
     saved = [entry.iteration for entry in desk.of(job, CheckpointCommitted) if entry.folder == grown.checkpoint]

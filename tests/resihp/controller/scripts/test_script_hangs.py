@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -131,6 +132,38 @@ def test_a_rank_that_moves_on_is_left_alone() -> None:
         job.stacks[0] = ((SCRIPT, 60 + line, "download"),)
         job.passes(10)
     assert job.killed == []
+
+
+def test_an_evaluation_of_an_hour_on_one_rank_is_left_alone() -> None:
+    job = printing(idle_limit_s=600.0)
+    job.idle_s = {0: 0.0, 1: 4000.0, 2: 4000.0, 3: 4000.0}
+    for number in range(120):
+        job.stacks[0] = (
+            ("/lib/python3.11/site-packages/torch/nn/modules/linear.py", 134, f"layer_{number % 7}"),
+            *SAVES,
+        )
+        job.passes(30)
+    job.stacks, job.idle_s = {}, {}
+    job.prints(5)
+    assert job.killed == []
+    assert job.all(RestartDecided) == []
+
+
+def test_a_loop_that_waits_without_rest_ends_at_the_limit_for_idle_processes_and_is_named() -> None:
+    job = printing(idle_limit_s=600.0)
+    job.idle_s = {0: 4000.0, 1: 4000.0, 2: 0.0, 3: 4000.0}
+    for number in range(60):
+        job.stacks[2] = ((SCRIPT, 70 + number % 2, "until_ready"),)
+        job.passes(10)
+    assert job.all(RestartDecided) == []
+    job.passes(20)
+    assert job.killed == []
+    assert len(job.all(RestartDecided)) == 1
+    (failure,) = job.all(FailureFound)
+    assert failure.node is None
+    assert re.search(r"no iteration for \d+ s: rank 2 does not wait for other ranks, as they do", failure.cause)
+    assert "train.py:7" in failure.cause
+    assert "in until_ready" in failure.cause
 
 
 def test_a_longer_gap_than_any_before_is_not_judged_if_gaps_vary() -> None:

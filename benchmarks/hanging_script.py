@@ -157,8 +157,8 @@ def hang_in_all_gather() -> None:
     dist.all_gather([torch.zeros(1) for _ in range(world)], torch.zeros(1))
 
 
-def hang_in_barrier() -> None:
-    dist.barrier()
+def hang_in_scatter() -> None:
+    dist.scatter(torch.zeros(1), src=(rank + 1) % world)
 
 
 def hang_in_broadcast() -> None:

@@ -54,7 +54,7 @@ LOCAL_KINDS = (
     "loader",
 )
 """Hangs of one or two ranks outside of collectives."""
-MISMATCHED_KINDS = ("all_gather", "barrier", "broadcast", "recv", "objects", "async")
+MISMATCHED_KINDS = ("all_gather", "scatter", "broadcast", "recv", "objects", "async")
 """Collectives of one rank that no other rank enters."""
 PLACES = ("forward", "backward", "optimizer", "evaluation", "save")
 PLACES_OF_COLLECTIVES = ("forward", "evaluation", "save")
@@ -80,8 +80,7 @@ class Hang:
         """What the evidence of the failure must contain."""
         if self.kind == "stop":
             return "(stopped)"
-        is_paired = self.kind == "barrier" and self.place == "save"  # with the others' barrier; its next one is alone
-        return "in save" if is_paired else f"in hang_in_{self.kind}"
+        return f"in hang_in_{self.kind}"
 
 
 def hang_of(seed: int) -> Hang:

@@ -97,9 +97,13 @@ def _decide(job: Job, watch: HangWatch, silent_s: float) -> None:
     """End the ranks that hold up the script, if this inspection and the one before agree on them."""
     verdict, verdict_before = judge_looks(watch.looks), judge_looks(watch.before)
     unmoved = [rank for rank in verdict.ranks if _is_unmoved(job, watch, rank)]
-    is_confirmed = verdict.ranks == verdict_before.ranks and silent_s > _seconds(job.settings.script_hang_s)
+    unmoved_before, watch.unmoved = watch.unmoved, unmoved
     if any(_has_moved_on(watch, rank) for rank in verdict.ranks):
-        watch.moved_at = job.now
+        watch.moved_at = job.now  # it is at work, and others of these ranks may wait for its result
+    is_settled = unmoved in (list(verdict.ranks), unmoved_before) and watch.moved_at < job.now
+    is_confirmed = (
+        is_settled and verdict.ranks == verdict_before.ranks and silent_s > _seconds(job.settings.script_hang_s)
+    )
     unchanged_s = min(silent_s, job.now - watch.moved_at)
     is_hopeless = bool(watch.before) and unchanged_s > _seconds(job.settings.idle_limit_s)
     if unmoved and (is_confirmed or is_hopeless):

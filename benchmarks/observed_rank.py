@@ -1,7 +1,8 @@
 """Run a training script as one rank of a trial of `benchmarks.scripts`: note the process id, and raise on a signal.
 
-`python observed_rank.py FOLDER SCRIPT ARGUMENTS`; FOLDER gets a file `ROUND.RANK` with the process id. SIGUSR1 raises
-ValueError in the script, SIGUSR2 an out-of-memory error, between two of its operations.
+`python observed_rank.py FOLDER SCRIPT ARGUMENTS`; FOLDER gets a file `ROUND.RANK` with the process id. Between two
+operations of the script, SIGUSR1 raises ValueError in it, SIGUSR2 an out-of-memory error; SIGRTMIN + 1 makes it enter a
+collective alone, and SIGRTMIN + 2 makes it wait for a data loader's process that never answers.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 
@@ -22,12 +24,35 @@ def fail(number: int, _: FrameType | None) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
 
+class Batches:
+    """A data set that is never read."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(10**6)
+        return index
+
+
+def hang(number: int, _: FrameType | None) -> None:
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader
+
+    if number == signal.SIGRTMIN + 1:
+        dist.barrier()
+    for _batch in DataLoader(Batches(), num_workers=1):
+        pass
+
+
 def main() -> None:
     folder, script, *arguments = sys.argv[1:]
     note = Path(folder) / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}.{os.environ['RANK']}"
     note.write_text(str(os.getpid()))
     signal.signal(signal.SIGUSR1, fail)
     signal.signal(signal.SIGUSR2, fail)
+    signal.signal(signal.SIGRTMIN + 1, hang)
+    signal.signal(signal.SIGRTMIN + 2, hang)
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).parent)
     runpy.run_path(script, run_name="__main__")

@@ -3,10 +3,15 @@
 python -m benchmarks.scripts --scripts ddp fsdp2_dcp --faults kill raise
 
 Runs the scripts of `examples/scripts` with four ranks, hurts rank 2 after iteration 25 (checkpoints are of each tenth),
-and prints a row for each run: seconds to the first iteration; from the fault to the next printed iteration, or to the
-end; exit code; whether the last loss is the one of an undisturbed run. `node` kills an agent of resihp with all its
-processes, and goes on with the other node; torchrun, which has no second node here, loses ranks 2 and 3. `slow` lets
-rank 2 run for a quarter of the time. The machine must be idle for the seconds to mean something.
+and prints a row for each run: seconds to the first iteration; from the fault to the launcher's first line about it, to
+the next printed iteration, or to the end; exit code; whether the last loss is the one of an undisturbed run; and the
+launcher's line. `node` kills an agent of resihp with all its
+processes, and goes on with the other node; torchrun, which has no second node here, loses ranks 2 and 3. `collective`
+lets rank 2 enter a barrier alone, `loader` lets it wait for a reader process that never answers, `slow` lets it run for
+a quarter of the time. A hang needs `--sleep 0.3`: nothing is judged before iterations were seen in six seconds. The
+machine must be idle for the seconds to mean something.
+
+`ft_launcher` is the one of nvidia-resiliency-ext, which must be importable.
 
 torchrun gets TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. Without it torch 2.13 keeps the store of a round that ended, and
 ranks of the next round connect to gloo addresses of dead processes.
@@ -33,9 +38,24 @@ REPOSITORY = Path(__file__).parents[1]
 SCRIPTS = REPOSITORY / "examples" / "scripts"
 RANK = str(REPOSITORY / "benchmarks" / "observed_rank.py")
 TORCHRUN_COMMAND = ["torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--max-restarts", "3"]
+FT_COMMAND = ["nvidia_resiliency_ext.fault_tolerance.launcher", "--rdzv-backend", "c10d"]
+FT_COMMAND += ["--rdzv-endpoint", "localhost:0", "--nnodes", "1", "--nproc-per-node", "4", "--max-restarts", "3"]
+FT_COMMAND += ["--ignore-missing-fault-tol-cfg"]
 RESIHP_COMMAND = ["resihp", "run", "--local", "--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3"]
-LAUNCHERS = {"torchrun": TORCHRUN_COMMAND, "resihp": RESIHP_COMMAND}
-FAULTS = ("none", "kill", "node", "stop", "raise", "memory", "slow", "interrupt")
+LAUNCHERS = {"torchrun": TORCHRUN_COMMAND, "ft_launcher": FT_COMMAND, "resihp": RESIHP_COMMAND}
+SIGNALS = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "raise": signal.SIGUSR1,
+    "memory": signal.SIGUSR2,
+    "collective": signal.SIGRTMIN + 1,
+    "loader": signal.SIGRTMIN + 2,
+}
+"""Faults of one rank, and the signal that causes each (`benchmarks/observed_rank.py`)."""
+FAULTS = ("none", "kill", "node", "stop", "collective", "loader", "slow", "raise", "memory", "interrupt")
+NOTICED = re.compile(r"failure \d+: (.*)|(failed \(exitcode: .*?\) local_rank: \d+)|(closing signal)")
+"""What a launcher prints first about a failure."""
+HANG_LIMIT = "10s"
 FOLDER_VARIABLE = "TRIAL_FOLDER"
 """Marks all processes of a trial."""
 CHECKPOINT_EVERY, ITERATION_OF_FAULT, ITERATIONS = 10, 25, 40
@@ -58,6 +78,8 @@ class Trial:
     iterations: list[tuple[float, int, float]] = field(default_factory=list)
     """(time, iteration, loss) of each printed line."""
     output: list[str] = field(default_factory=list)
+    noticed: list[tuple[float, str]] = field(default_factory=list)
+    """(time, text) of each line of the launcher about a failure."""
 
     def start(self) -> Trial:
         (self.folder / "ranks").mkdir(parents=True)
@@ -66,6 +88,7 @@ class Trial:
             "RESIHP_HOME": str(self.folder / "home"),
             "RESIHP_LOCAL": str(self.folder / "local"),
             "RES_OPTIONS": "timeout:1 attempts:1",
+            "RESIHP_JOB__HANG_LIMIT": HANG_LIMIT,
             "PYTHONWARNINGS": "ignore",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
@@ -91,6 +114,8 @@ class Trial:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.output.append(line)
+            if match := NOTICED.search(line):
+                self.noticed.append((time.monotonic(), match[1] or match[2] or ""))
             if match := PLAIN.search(line):
                 self.iterations.append((time.monotonic(), int(match[1]), float(match[2])))
             elif match := HUGGING_FACE.search(line):
@@ -158,23 +183,17 @@ class Trial:
 
 def inject(trial: Trial, fault: str) -> None:
     match fault:
-        case "kill":
-            os.kill(trial.pid_of(2), signal.SIGKILL)
         case "node" if trial.launcher == "resihp":
             os.killpg(trial.agent(), signal.SIGKILL)
         case "node":
             for rank in (2, 3):
                 os.kill(trial.pid_of(rank), signal.SIGKILL)
-        case "stop":
-            os.kill(trial.pid_of(2), signal.SIGSTOP)
-        case "raise":
-            os.kill(trial.pid_of(2), signal.SIGUSR1)
-        case "memory":
-            os.kill(trial.pid_of(2), signal.SIGUSR2)
         case "slow":
             threading.Thread(target=slow_down, args=(trial.pid_of(2),), daemon=True).start()
         case "interrupt":
             os.killpg(trial.process.pid, signal.SIGINT)  # as a terminal does
+        case _ if fault in SIGNALS:
+            os.kill(trial.pid_of(2), SIGNALS[fault])
 
 
 def slow_down(pid: int) -> None:
@@ -192,6 +211,10 @@ def slow_down(pid: int) -> None:
 @dataclass(frozen=True)
 class Outcome:
     first_iteration_s: float | None = None
+    noticed_s: float | None = None
+    """From the fault to the first line of the launcher about it."""
+    verdict: str = ""
+    """What the launcher says of the failure."""
     resumed_s: float | None = None
     """From the fault to the first iteration of the next round."""
     ended_s: float | None = None
@@ -227,6 +250,8 @@ def outcome_of(launcher: str, script: str, fault: str, sleep_s: float, patience_
         ]
         return Outcome(
             first_iteration_s=lines[0][0] - trial.began if lines and before else None,
+            noticed_s=trial.noticed[0][0] - injected if trial.noticed else None,
+            verdict=next((text for _, text in trial.noticed if text), ""),
             resumed_s=resumed[0] - injected if resumed else None,
             ended_s=None if ended is None else ended - injected,
             rounds=trial.rounds(),
@@ -235,26 +260,28 @@ def outcome_of(launcher: str, script: str, fault: str, sleep_s: float, patience_
         )
 
 
-HEADINGS = ("script", "fault", "launcher", "first, s", "resumed, s", "ended, s", "rounds", "exit", "last", "loss")
-ROW = "{:22} {:10} {:9} {:>8} {:>10} {:>9} {:>6} {:>5} {:>5}  {}"
+HEADINGS = ("script", "fault", "launcher", "first, s", "noticed", "resumed", "ended", "rounds", "exit", "last", "loss")
+ROW = "{:20} {:10} {:11} {:>8} {:>7} {:>7} {:>6} {:>6} {:>4} {:>4}  {:12}  {}"
 
 
 def row_of(script: str, fault: str, launcher: str, outcome: Outcome, undisturbed: float | None) -> str:
     iteration, loss = outcome.last or (0, float("nan"))
-    verdict = f"{loss:.4f}"
+    last_loss = f"{loss:.4f}"
     if iteration == ITERATIONS and undisturbed is not None:
-        verdict += " equal" if loss == undisturbed else f", not {undisturbed:.4f}"
+        last_loss += " equal" if loss == undisturbed else f", not {undisturbed:.4f}"
     return ROW.format(
         script,
         fault,
         launcher,
         _seconds(outcome.first_iteration_s),
+        _seconds(outcome.noticed_s),
         _seconds(outcome.resumed_s),
         _seconds(outcome.ended_s),
         outcome.rounds,
         "-" if outcome.exit_code is None else outcome.exit_code,
         iteration,
-        verdict,
+        last_loss,
+        outcome.verdict[:140],
     )
 
 
@@ -266,7 +293,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scripts", nargs="+", default=sorted(path.stem for path in SCRIPTS.glob("*.py")))
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS[1:])
-    parser.add_argument("--launchers", nargs="+", choices=sorted(LAUNCHERS), default=list(LAUNCHERS))
+    parser.add_argument("--launchers", nargs="+", choices=sorted(LAUNCHERS), default=["torchrun", "resihp"])
     parser.add_argument("--times", type=int, default=1)
     parser.add_argument("--sleep", type=float, default=0.1, help="seconds to wait in each iteration")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds to observe after a fault")
@@ -274,7 +301,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.keep is not None:
         options.keep.mkdir(parents=True, exist_ok=True)
-    print(ROW.format(*HEADINGS), flush=True)
+    print(ROW.format(*HEADINGS, "verdict"), flush=True)
     for script in options.scripts:
         undisturbed: float | None = None
         for fault in dict.fromkeys(["none", *options.faults]):

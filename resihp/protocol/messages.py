@@ -669,11 +669,13 @@ ABORT_STATUS = 117
 
 class WorkerLook(msgspec.Struct, frozen=True, kw_only=True):
     """One worker as it was inspected. `state`: the kernel's, as R, S, D or T. `frames`: (file, line, function) of the
-    main thread, innermost first; empty if they are not known."""
+    main thread, innermost first; empty if they are not known. `source`: text of the innermost line; empty if it could
+    not be read."""
 
     rank: int
     state: str
     frames: tuple[tuple[str, int, str], ...] = ()
+    source: str = ""
 
 
 class WorkersInspected(Message, frozen=True, kw_only=True):

@@ -14,12 +14,14 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from resihp.detector.diagnosis.clues import Clock, read_log
 from resihp.protocol.messages import MAX_LINES_AFTER, Clue, Exited
+
+Answer = TypeVar("Answer")
 
 LOG_BYTES = 64 << 10
 KERNEL_BYTES = 64 << 10
@@ -111,30 +113,37 @@ def _of_log(log: Path, begin: int) -> tuple[Clue, ...]:
 
 
 async def last_words_within(limit_s: float, log: Path, kernel: KernelClues, begin: int = 0) -> tuple[Clue, ...]:
-    """Return the clues of `last_words` without blocking the event loop; none if reading takes longer than `limit_s`.
-    The reading thread is then abandoned; it is a daemon, so that a hung file system cannot keep this process from
-    exiting."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[tuple[Clue, ...]] = loop.create_future()
+    """Return the clues of `last_words` without blocking the event loop; none if reading takes longer than `limit_s`."""
     ended_at = time.monotonic()
+    return await answer_within(
+        limit_s, lambda: last_words(log, kernel, ended_at, begin), (), f"last words of {log.name}"
+    )
 
-    def deliver(clues: tuple[Clue, ...]) -> None:
+
+async def answer_within(limit_s: float, ask: Callable[[], Answer], otherwise: Answer, name: str) -> Answer:
+    """Return the answer of a function that may block on a file system, without blocking the event loop; `otherwise` if
+    it takes longer than `limit_s` or raises an exception. The thread `name` is then abandoned. It is a daemon, so that
+    a hung file system cannot keep this process from exiting."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[Answer] = loop.create_future()
+
+    def deliver(answer: Answer) -> None:
         if not result.done():
-            result.set_result(clues)
+            result.set_result(answer)
 
-    def read() -> None:
-        clues: tuple[Clue, ...] = ()
+    def run() -> None:
+        answer = otherwise
         try:
-            clues = last_words(log, kernel, ended_at, begin)
+            answer = ask()
         finally:
             with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(deliver, clues)
+                loop.call_soon_threadsafe(deliver, answer)
 
-    threading.Thread(target=read, name=f"last words of {log.name}", daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
     with suppress(TimeoutError):
         async with asyncio.timeout(limit_s):
             return await result
-    return ()
+    return otherwise
 
 
 def _clock() -> Clock:

@@ -34,6 +34,7 @@ class Idleness:
 
     def __init__(self) -> None:
         self._workers: dict[int, _Worker] = {}
+        self._inspected: set[int] = set()
 
     def idle_s(self, pid: int, now: float | None = None) -> float:
         """Return for how many seconds a process and its children have been idle; measure again if the last measurement
@@ -44,15 +45,20 @@ class Idleness:
             self._workers[pid] = _Worker(looked_at=now, active_at=now, work=work_of(pid))
             return 0.0
         passed_s = now - worker.looked_at
-        if passed_s >= LOOK_EVERY_S:
+        if passed_s >= LOOK_EVERY_S and pid not in self._inspected:
             work = work_of(pid)
             if _is_active(worker.work, work, passed_s):
                 worker.active_at = now
             worker.looked_at, worker.work = now, work
         return now - worker.active_at
 
-    def discount(self, pid: int, size: int) -> None:
-        """Do not count these bytes, which a process has written on demand of its agent, as activity."""
+    def begin_inspection(self, pid: int) -> None:
+        """Measure a process no more until it has written what its agent demands."""
+        self._inspected.add(pid)
+
+    def end_inspection(self, pid: int, size: int) -> None:
+        """Do not count the `size` bytes that a process has written since `begin_inspection` as activity."""
+        self._inspected.discard(pid)
         if pid in self._workers:
             worker = self._workers[pid]
             moved, own = worker.work.bytes_moved + size, worker.work.bytes_written_by_itself + size
@@ -60,6 +66,7 @@ class Idleness:
 
     def forget(self, pid: int) -> None:
         self._workers.pop(pid, None)
+        self._inspected.discard(pid)
 
 
 def _is_active(before: Work, after: Work, passed_s: float) -> bool:

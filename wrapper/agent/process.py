@@ -218,7 +218,7 @@ class Agent:
     async def _inspect(self) -> None:
         """Report the state and the stack of each worker."""
         workers = self._workers
-        looks = await inspect(workers.pids, workers.signal, workers.idleness.discount)
+        looks = await inspect(workers.pids, workers.signal, workers.idleness)
         self._link.send(m.WorkersInspected(looks=looks))
 
     def _end_round(self, order: m.EndRound) -> None:

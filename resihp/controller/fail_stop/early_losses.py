@@ -244,7 +244,7 @@ def _followers(job: Job) -> set[int]:
     for member in failed_members:
         if member.follows == "perhaps" and member.failed_at is not None and member.failed_at >= since:
             followers.add(member.rank)
-    return followers if followers < failed or elsewhere else set()
+    return followers if followers < failed or elsewhere or own_causes.ended_early(job) else set()
 
 
 def _all_failed(job: Job) -> set[int]:
@@ -331,7 +331,9 @@ def _end_for(job: Job, failed: list[int]) -> None:
     where = f"rank {rank} ({place.node} device {place.device})"
     member = job.members.get(rank)
     same = _raised_the_same(job, rank, causes)
-    if member is None:
+    if ended := not causes and own_causes.ended_early(job):
+        where, text = job.where(ended[0]), own_causes.ended_early_cause(ended)
+    elif member is None:
         text = f"could not be started: {job.record.refused[rank]}"
     elif member.raised is not None:
         job.say("error", endings.traceback_of(job, rank))

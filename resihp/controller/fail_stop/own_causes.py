@@ -22,6 +22,7 @@ from resihp.detector.diagnosis.candidates import kind_of_raised
 from resihp.detector.diagnosis.diagnosis import Diagnosis, Report, diagnose, read_log
 from resihp.detector.diagnosis.signatures import CONNECTION_FAILED, EXCEPTION, NO_GPU, Depth, signature_of
 from resihp.protocol.messages import Clue
+from resihp.words import count_of
 
 OUT_OF_ORDER_S = 1.0
 """Seconds by which the report of a death may arrive after the reports of its consequences on other nodes."""
@@ -232,3 +233,14 @@ def _is_only_about(job: Job, member: Member, clue: Clue) -> bool:
     signature = signature_of(clue.kind)
     of_device = signature is not None and signature.component == "device"
     return of_device and job.nodes[member.node].devices == 1
+
+
+def ended_early(job: Job) -> list[int]:
+    """Return the ranks that exited with status 0. They are the cause if all other ends follow from a lost peer."""
+    return [rank for rank, status in job.record.unexplained.items() if status == 0]
+
+
+def ended_early_cause(ranks: list[int]) -> str:
+    """Return the end of such ranks, in words."""
+    more = f", and {count_of(len(ranks) - 1, 'more rank')}" if len(ranks) > 1 else ""
+    return f"exited with status 0{more}, while other ranks still waited for it"

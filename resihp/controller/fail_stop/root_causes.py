@@ -15,6 +15,8 @@ from collections.abc import Iterable
 
 from resihp.controller.fail_stop import same_errors
 from resihp.controller.fail_stop.own_causes import (
+    ended_early,
+    ended_early_cause,
     is_about_node,
     is_conclusive,
     may_follow_from,
@@ -128,6 +130,10 @@ def _merge(job: Job) -> None:
             first.node = first.device = None
             if first.component == "process" and first.diagnosis is not None:
                 first.cause = first.diagnosis.cause
+            if ended := ended_early(job):
+                first.evidence = f"then {first.cause}\n{first.evidence}"
+                first.cause = f"rank {ended[0]} {ended_early_cause(ended)}"
+                first.ranks, first.kind = first.ranks | set(ended), "program"
     if not roots:
         return
     root = min(roots, key=lambda incident: _failed_at(job, incident))

@@ -4,8 +4,9 @@ Nothing is known of a script but its iterations and its processes, so time alone
 been printed for much longer than usual, every process is inspected, again and again: its state and the stack of its
 main thread. A rank is hung if the others wait for it (`resihp.detector.hangs`) while it is stopped, or does nothing at
 the same place: no processor time, no output, no disk. It is killed with its stack as evidence, and the script is
-started again. A rank that works, in an evaluation or a checkpoint, is left alone, as are ranks that all wait at the
-same place, up to the limit for idle processes. Before the first iterations nothing is judged.
+started again. A rank that works, in an evaluation or a checkpoint, is left alone. If it stays in the same functions, as
+a loop does that waits without rest, or if all ranks wait at the same place, the script is started again after the limit
+for idle processes. Before the first iterations nothing is judged.
 
 `judge` is called by `watchdog` with each tick, `inspected` with each answer of a node.
 """
@@ -73,7 +74,7 @@ def inspected(job: Job, event: api.WorkersSeen) -> None:
     for look in event.looks:
         if look.rank in job.members and job.members[look.rank].node == event.node:
             frames = tuple(StackFrame(*frame) for frame in look.frames)
-            job.start.hang.looks[look.rank] = Look(rank=look.rank, state=look.state, frames=frames)
+            job.start.hang.looks[look.rank] = Look(rank=look.rank, state=look.state, frames=frames, source=look.source)
 
 
 def _is_answered(job: Job, watch: HangWatch) -> bool:
@@ -96,8 +97,15 @@ def _decide(job: Job, watch: HangWatch, silent_s: float) -> None:
     """End the ranks that hold up the script, if this inspection and the one before agree on them."""
     verdict, verdict_before = judge_looks(watch.looks), judge_looks(watch.before)
     unmoved = [rank for rank in verdict.ranks if _is_unmoved(job, watch, rank)]
-    is_confirmed = verdict.ranks == verdict_before.ranks and silent_s > _seconds(job.settings.script_hang_s)
-    is_hopeless = bool(watch.before) and silent_s > _seconds(job.settings.idle_limit_s)
+    unmoved_before, watch.unmoved = watch.unmoved, unmoved
+    if any(_has_moved_on(watch, rank) for rank in verdict.ranks):
+        watch.moved_at = job.now  # it is at work, and others of these ranks may wait for its result
+    is_settled = unmoved in (list(verdict.ranks), unmoved_before) and watch.moved_at < job.now
+    is_confirmed = (
+        is_settled and verdict.ranks == verdict_before.ranks and silent_s > _seconds(job.settings.script_hang_s)
+    )
+    unchanged_s = min(silent_s, job.now - watch.moved_at)
+    is_hopeless = bool(watch.before) and unchanged_s > _seconds(job.settings.idle_limit_s)
     if unmoved and (is_confirmed or is_hopeless):
         _end_ranks(job, watch, unmoved, verdict, silent_s)
     elif is_hopeless:
@@ -118,6 +126,17 @@ def _is_unmoved(job: Job, watch: HangWatch, rank: int) -> bool:
     return look_before is not None and look.frames == look_before.frames and is_idle
 
 
+def _has_moved_on(watch: HangWatch, rank: int) -> bool:
+    """Return whether a process is in other functions than at the last inspection. A loop that waits for something
+    stays in its own."""
+    look, look_before = watch.looks[rank], watch.before.get(rank)
+    return look_before is not None and _functions(look) != _functions(look_before)
+
+
+def _functions(look: Look) -> list[tuple[str, str]]:
+    return [(frame.file, frame.name) for frame in look.frames]
+
+
 def _end_ranks(job: Job, watch: HangWatch, ranks: list[int], verdict: HangVerdict, silent_s: float) -> None:
     """Kill hung ranks. Their exits start the restart."""
     if any(job.members[rank].fenced for rank in ranks):  # killed before, in vain
@@ -134,8 +153,11 @@ def _end_ranks(job: Job, watch: HangWatch, ranks: list[int], verdict: HangVerdic
 
 
 def _end_all(job: Job, watch: HangWatch, verdict: HangVerdict, silent_s: float) -> None:
-    """Start the script again without a known cause of its hang."""
+    """Start the script again without a sure cause of its hang: no rank is blamed, even if one stands out."""
     reason = f"no iteration for {silent_s:.0f} s, {verdict.reason}"
+    if verdict.ranks:
+        place = _place(watch.looks[verdict.ranks[0]].frames)
+        reason = f"no iteration for {silent_s:.0f} s: {rank_list(verdict.ranks)} {verdict.reason}{place}"
     job.incidents.append(
         Incident(
             kind="communication",
@@ -160,22 +182,30 @@ def _place(frames: tuple[StackFrame, ...]) -> str:
 
 def evidence(looks: dict[int, Look]) -> str:
     """Return one paragraph for each group of ranks with the same stack, the smallest group first."""
-    groups: dict[tuple[str, tuple[StackFrame, ...]], list[int]] = {}
+    groups: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for rank, look in sorted(looks.items()):
-        groups.setdefault((look.state if look.state in STOPPED_STATES else "", look.frames[:MAX_CALLS]), []).append(
-            rank
-        )
+        groups.setdefault((look.state if look.state in STOPPED_STATES else "", _calls(look)), []).append(rank)
     ordered = sorted(groups.items(), key=lambda group: (len(group[1]), group[1]))
-    paragraphs = [_paragraph(ranks, state, frames) for (state, frames), ranks in ordered[:MAX_GROUPS]]
+    paragraphs = [_paragraph(ranks, state, calls) for (state, calls), ranks in ordered[:MAX_GROUPS]]
     if rest := [rank for _, ranks in ordered[MAX_GROUPS:] for rank in ranks]:
         paragraphs.append(f"{count_of(len(rest), 'other rank')} with other stacks")
     return "\n".join(paragraphs)
 
 
-def _paragraph(ranks: Iterable[int], state: str, frames: tuple[StackFrame, ...]) -> str:
+def _calls(look: Look) -> tuple[str, ...]:
+    """Return the innermost calls of a stack, with the text of the first one's line, and the one of the script."""
+    if not look.frames:
+        return ("stack not known",)
+    first, *others = look.frames[:MAX_CALLS]
+    place = place_in_script(look.frames)
+    if place is not None and place not in look.frames[:MAX_CALLS]:
+        others.append(place)
+    return (f"{first}: {look.source}" if look.source else str(first), *map(str, others))
+
+
+def _paragraph(ranks: Iterable[int], state: str, calls: tuple[str, ...]) -> str:
     stopped = " (stopped)" if state else ""
-    calls = [f"  {frame}" for frame in frames] or ["  stack not known"]
-    return "\n".join((f"{rank_list(tuple(ranks))}{stopped}:", *calls))
+    return "\n".join((f"{rank_list(tuple(ranks))}{stopped}:", *(f"  {call}" for call in calls)))
 
 
 def note_iteration(job: Job, before_at: float) -> None:

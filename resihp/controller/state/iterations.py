@@ -124,10 +124,15 @@ class HangWatch:
     """The answers, by rank."""
     before: dict[int, Look] = field(default_factory=dict)
     """The answers to the order before."""
+    unmoved: list[int] = field(default_factory=list)
+    """The ranks that the last judgement found to hold up the script and to do nothing."""
+    moved_at: float = float("-inf")
+    """Time of the last inspection that found a rank, for which the others wait, in other functions than before."""
 
     def forget_looks(self) -> None:
         """Begin anew: there is progress again, or the ranks that hang are ended."""
         self.asked_at, self.looks, self.before, self.is_judged = None, {}, {}, False
+        self.unmoved, self.moved_at = [], float("-inf")
 
     def of_next_round(self) -> HangWatch:
         """Return the watch of the next round, which keeps the known gaps."""

@@ -22,6 +22,9 @@ _WAITS = frozenset(
     ("_engine_run_backward", "synchronize", "item", "tolist", "wait", "barrier", "wait_stream", "block_until_ready")
 )
 """Functions in which a thread waits for a device or for a collective that was issued before."""
+_WAITING_CALLS = re.compile(r"\.(?:wait|item|tolist|cpu|synchronize)\(")
+"""Such functions that are written in C and so have no frame, as a line of source calls them. Python's own `wait`
+functions have frames."""
 _TORCH = re.compile(r"/(?:torch|jax)/")
 _OWN_WAITS = re.compile(
     r"/(?:threading|queue|selectors|multiprocessing/\w+|concurrent/futures/\w+)\.py$|/torch/utils/data/"
@@ -37,6 +40,8 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     """The kernel's state of the process, as R, S, D or T."""
     frames: tuple[StackFrame, ...] = ()
     """Stack of the main thread, innermost first; empty if it is not known."""
+    source: str = ""
+    """Text of the innermost line of the stack; empty if it is not known."""
 
 
 class HangVerdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +57,7 @@ def judge(looks: Mapping[int, Look]) -> HangVerdict:
     if stopped and len(stopped) < len(looks):
         return HangVerdict(ranks=tuple(stopped), reason="stopped by a signal or a debugger")
     with_stack = {rank: look for rank, look in looks.items() if look.frames}
-    busy = [rank for rank, look in sorted(with_stack.items()) if not waits(look.frames)]
+    busy = [rank for rank, look in sorted(with_stack.items()) if not waits(look)]
     if busy and len(busy) < len(with_stack):
         return HangVerdict(ranks=tuple(busy), reason="does not wait for other ranks, as they do")
     places = {rank: place_in_script(look.frames) for rank, look in with_stack.items()}
@@ -63,14 +68,16 @@ def judge(looks: Mapping[int, Look]) -> HangVerdict:
     return HangVerdict(ranks=(), reason="all ranks wait at the same place" if not odd else "no rank stands out")
 
 
-def waits(frames: tuple[StackFrame, ...]) -> bool:
+def waits(look: Look) -> bool:
     """Return whether a main thread waits for other ranks: in a collective, or for a device that works on one."""
-    for frame in frames:
+    for frame in look.frames:
         if _COLLECTIVES.search(frame.file):
             return True
         if _OWN_WAITS.search(frame.file):
             return False
         if frame.name in _WAITS and _TORCH.search(frame.file):
+            return True
+        if frame is look.frames[0] and _WAITING_CALLS.search(look.source):
             return True
         if not frame.is_of_library:
             return False

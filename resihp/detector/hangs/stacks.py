@@ -15,9 +15,11 @@ MAX_FRAMES, MAX_SCRIPT_FRAMES = 12, 4
 of a large job send their stacks at the same moment."""
 MAX_NAME = 200
 """Characters of a file or function name that are kept."""
+MAX_TEXT = 200
+"""Characters of a line of source that are kept."""
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+", re.MULTILINE)
 _FRAME = re.compile(r'^  File "([^"\n]*)", line (\d{1,9}) in (.*)$', re.MULTILINE)
-_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib/python\d|^<|/resihp/")
+_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib/python\d|^<|/resihp/(?:worker|reporting)/")
 
 
 class StackFrame(msgspec.Struct, frozen=True):

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from resihp.process import work_of
+from resihp.process import Work, work_of
+from resihp.wrapper.agent import idleness as idleness_module
 from resihp.wrapper.agent.idleness import LOOK_EVERY_S, Idleness
 
 SLEEPS = "import time\nprint('ready', flush=True)\ntime.sleep(600)\n"
@@ -69,3 +70,27 @@ def test_a_process_that_computes_or_writes_or_has_it_done_is_at_work(tmp_path: P
 
 def test_a_process_that_is_gone_has_done_nothing() -> None:
     assert work_of(2**22 + 1).processor_s == 0.0
+
+
+@pytest.mark.parametrize("measured_at", [9.8, 10.2, 10.8], ids=["before", "meanwhile", "after"])
+def test_what_an_inspection_lets_a_process_write_is_no_work(
+    monkeypatch: pytest.MonkeyPatch, measured_at: float
+) -> None:
+    """Its stacks are written and counted at once, and taken off the count half a second later."""
+    size, written = 2000, 0
+
+    def work(pid: int) -> Work:
+        return Work(0.0, written, written, False, frozenset((pid,)))
+
+    monkeypatch.setattr(idleness_module, "work_of", work)
+    idleness = Idleness()
+    idleness.idle_s(7, now=0.0)
+    if measured_at < 10.0:
+        idleness.idle_s(7, now=10.0)
+    idleness.begin_inspection(7)
+    written += size
+    if 10.0 < measured_at < 10.5:
+        idleness.idle_s(7, now=measured_at)
+    idleness.end_inspection(7, size)
+    assert idleness.idle_s(7, now=11.0) == 11.0
+    assert idleness.idle_s(7, now=22.0) == 22.0

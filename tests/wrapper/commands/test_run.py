@@ -257,6 +257,27 @@ def test_commands_that_cannot_be_workers_are_refused(script: Path, command: str,
         resolve(command.split(), pytest.fail)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torchrun train.py",
+        "source env.sh && cd run; OMP_NUM_THREADS=8 exec /opt/bin/torchrun --nproc-per-node 8 train.py > log",
+        "set -e\nexport A='x y'\nif true; then python -m torch.distributed.run train.py; fi",
+        "module load cuda | cat; accelerate launch train.py",
+    ],
+)
+def test_a_launcher_in_a_shell_command_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="each worker would start a group of its own"):
+        resolve(("bash", "-lc", text), pytest.fail)
+
+
+@pytest.mark.parametrize(
+    "text", ["python train.py --launcher torchrun", "echo torchrun train.py", "echo 'not closed", "", "python -m"]
+)
+def test_other_shell_commands_are_not(text: str) -> None:
+    assert resolve(("bash", "-c", text), pytest.fail).kind == "command"
+
+
 def test_a_script_that_is_missing_is_named_before_anything_runs(script: Path) -> None:
     assert missing_script(("train.py", "nosuch.py")) == missing_script(("python", "train.py")) == ""
     assert missing_script(("nosuch.py",)) == missing_script(("python", "nosuch.py")) != ""

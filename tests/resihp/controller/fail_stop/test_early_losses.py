@@ -544,6 +544,23 @@ def test_ranks_that_lost_peers_on_a_silent_node_do_not_make_it_the_scripts_fault
     assert (failure.component, failure.node, failure.ranks) == ("node", "n3", tuple(range(6)))
 
 
+def test_a_rank_that_exits_with_status_0_while_others_train_is_the_cause_of_their_lost_peers() -> None:
+    """A loader that is shorter on one rank, or `sys.exit()` in its last epoch."""
+    job = met()
+    fails(job, 0, GLOO_CLOSED, "raised")
+    job.feed(api.WorkerExited(rank=1, status=0))
+    for rank in (2, 3):
+        fails(job, rank, GLOO_CLOSED, "raised")
+    job.wait(8)
+    told = "rank 1 (n1 device 1) exited with status 0, while other ranks still waited for it"
+    assert job.end is not None
+    assert job.end[1].startswith(told.replace(") exited", "): exited"))
+    (failure,) = job.all(FailureFound)
+    assert (failure.kind, failure.node, failure.ranks) == ("program", None, (0, 1, 2, 3))
+    assert failure.cause == told
+    assert "then rank 2 raised RuntimeError" in failure.evidence
+
+
 def test_a_collective_that_all_ranks_waited_for_in_vain_is_one_failure_of_no_node() -> None:
     """NCCL's watchdog aborts every process, and nobody says why."""
     job = met()

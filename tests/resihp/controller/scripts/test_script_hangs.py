@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -131,6 +132,73 @@ def test_a_rank_that_moves_on_is_left_alone() -> None:
         job.stacks[0] = ((SCRIPT, 60 + line, "download"),)
         job.passes(10)
     assert job.killed == []
+
+
+def test_an_evaluation_of_an_hour_on_one_rank_is_left_alone() -> None:
+    job = printing(idle_limit_s=600.0)
+    job.idle_s = {0: 0.0, 1: 4000.0, 2: 4000.0, 3: 4000.0}
+    for number in range(120):
+        job.stacks[0] = (
+            ("/lib/python3.11/site-packages/torch/nn/modules/linear.py", 134, f"layer_{number % 7}"),
+            *SAVES,
+        )
+        job.passes(30)
+    job.stacks, job.idle_s = {}, {}
+    job.prints(5)
+    assert job.killed == []
+    assert job.all(RestartDecided) == []
+
+
+def test_of_two_ranks_that_hang_both_are_named_though_one_is_known_to_be_idle_later() -> None:
+    """Agents measure idleness every ten seconds, each process at a time of its own."""
+    job = printing()
+    job.stacks = {1: LOADER, 2: LOADER}
+    job.passes(172)
+    job.idle_s = {1: 12.0, 2: 0.0}
+    job.passes(12)
+    job.idle_s = {1: 24.0, 2: 12.0}
+    job.passes(20)
+    assert job.killed == [1, 2]
+    assert sorted(failure.ranks for failure in job.all(FailureFound)) == [(1,), (2,)]
+
+
+def test_a_rank_that_waits_for_a_file_of_a_rank_at_work_is_left_alone() -> None:
+    """Rank 0 prepares the data, rank 1 sleeps until they are there, the others wait in a collective for both."""
+    job = printing()
+    job.stacks[1] = ((SCRIPT, 30, "wait_for_file"),)
+    job.idle_s = {0: 0.0, 1: 1000.0, 2: 1000.0, 3: 1000.0}
+    for number in range(60):
+        job.stacks[0] = ((SCRIPT, 80, f"prepare_{number}"), *SAVES)
+        job.passes(10)
+    assert job.killed == []
+    job.stacks, job.idle_s = {}, {}
+    job.prints(5)
+    assert job.all(RestartDecided) == []
+
+
+def test_a_rank_that_hangs_beside_one_that_waits_without_rest_is_killed_alone() -> None:
+    job = printing()
+    job.stacks = {0: ((SCRIPT, 90, "until_ready"),), 2: LOADER}
+    job.idle_s = {0: 0.0, 1: 1000.0, 2: 1000.0, 3: 1000.0}
+    job.passes(220)
+    assert job.killed == [2]
+
+
+def test_a_loop_that_waits_without_rest_ends_at_the_limit_for_idle_processes_and_is_named() -> None:
+    job = printing(idle_limit_s=600.0)
+    job.idle_s = {0: 4000.0, 1: 4000.0, 2: 0.0, 3: 4000.0}
+    for number in range(60):
+        job.stacks[2] = ((SCRIPT, 70 + number % 2, "until_ready"),)
+        job.passes(10)
+    assert job.all(RestartDecided) == []
+    job.passes(20)
+    assert job.killed == []
+    assert len(job.all(RestartDecided)) == 1
+    (failure,) = job.all(FailureFound)
+    assert failure.node is None
+    assert re.search(r"no iteration for \d+ s: rank 2 does not wait for other ranks, as they do", failure.cause)
+    assert "train.py:7" in failure.cause
+    assert "in until_ready" in failure.cause
 
 
 def test_a_longer_gap_than_any_before_is_not_judged_if_gaps_vary() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from resihp.detector.hangs.culprits import Look, judge, waits
 from resihp.detector.hangs.stacks import StackFrame, main_thread, place_in_script
 
@@ -43,8 +45,14 @@ Current thread 0x00007f20 (most recent call first):
 """
 
 
-def look(rank: int, printed: str = "", state: str = "S") -> Look:
-    return Look(rank=rank, state=state, frames=main_thread(printed))
+IN_WORK_WAIT = """\
+Current thread 0x00007f20 (most recent call first):
+  File "/home/me/train.py", line 42 in step
+"""
+
+
+def look(rank: int, printed: str = "", state: str = "S", source: str = "") -> Look:
+    return Look(rank=rank, state=state, frames=main_thread(printed), source=source)
 
 
 def verdict(*printed: str) -> tuple[int, ...]:
@@ -61,10 +69,24 @@ def test_the_main_thread_is_read_with_its_innermost_frame_first() -> None:
 
 
 def test_ranks_in_collectives_and_in_their_results_wait() -> None:
-    assert waits(main_thread(IN_A_COLLECTIVE))
-    assert waits(main_thread(IN_BACKWARD))
+    assert waits(look(0, IN_A_COLLECTIVE))
+    assert waits(look(0, IN_BACKWARD))
     for printed in (IN_A_LOADER, IN_A_LOCK, IN_A_SLEEP):
-        assert not waits(main_thread(printed))
+        assert not waits(look(0, printed))
+
+
+@pytest.mark.parametrize("source", ["work.wait()", "total = loss.item()  # of all ranks", "values = logits.cpu()"])
+def test_a_line_that_waits_in_c_is_known_by_its_source(source: str) -> None:
+    """Half of the ranks hang in a lock, the others wait for them: no place is usual."""
+    looks = {rank: look(rank, IN_WORK_WAIT, source=source) for rank in range(2)}
+    looks |= {rank: look(rank, IN_A_SLEEP, source="time.sleep(1)") for rank in (2, 3)}
+    assert judge(looks).ranks == (2, 3)
+    assert not waits(look(2, IN_A_LOCK, source="self._cond.wait(timeout)")), "a wait for a thread of this rank"
+
+
+def test_a_script_in_a_folder_that_is_called_resihp_is_the_users() -> None:
+    frames = main_thread(IN_A_COLLECTIVE.replace("/home/me/train.py", "/home/me/resihp/examples/train.py"))
+    assert place_in_script(frames) == StackFrame("/home/me/resihp/examples/train.py", 41, "step")
 
 
 def test_the_rank_that_does_not_wait_is_the_cause() -> None:

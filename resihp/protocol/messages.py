@@ -36,10 +36,13 @@ from resihp.parallelism.plan import Plan
 from resihp.parallelism.transfers import Base
 from resihp.protocol.inventory import NodeInventory as Machine
 from resihp.protocol.inventory import Software
+from resihp.protocol.script_messages import InspectWorkers as InspectWorkers
 from resihp.protocol.script_messages import Message as Message
 from resihp.protocol.script_messages import Printed as Printed
 from resihp.protocol.script_messages import PrintedFigures as PrintedFigures
 from resihp.protocol.script_messages import ScriptSaved as ScriptSaved
+from resihp.protocol.script_messages import WorkerLook as WorkerLook
+from resihp.protocol.script_messages import WorkersInspected as WorkersInspected
 
 NO_DIGEST = "0" * 16
 """Value of `StepOutcome.samples_digest` if the samples are not known."""
@@ -667,23 +670,6 @@ ABORT_STATUS = 117
 """Exit status of a worker that ended itself because aborting its communicators hung. No node is to blame."""
 
 
-class WorkerLook(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker as it was inspected. `state`: the kernel's, as R, S, D or T. `frames`: (file, line, function) of the
-    main thread, innermost first; empty if they are not known. `source`: text of the innermost line; empty if it could
-    not be read."""
-
-    rank: int
-    state: str
-    frames: tuple[tuple[str, int, str], ...] = ()
-    source: str = ""
-
-
-class WorkersInspected(Message, frozen=True, kw_only=True):
-    """Answer to `InspectWorkers`."""
-
-    looks: tuple[WorkerLook, ...]
-
-
 class RoundEnded(Message, frozen=True, kw_only=True):
     """Answer to `EndRound`, after the `Exited` of each worker. `round`: as in the order. `meeting_port`: as in `Join`,
     for the next round."""
@@ -776,10 +762,6 @@ class Spawn(Message, frozen=True, kw_only=True):
     workers: tuple[Start, ...]
     environment: dict[str, str]
     nodes: tuple[tuple[str, int], ...] = ()
-
-
-class InspectWorkers(Message, frozen=True, kw_only=True):
-    """Inspect all workers of the node, because a script makes no progress."""
 
 
 class EndRound(Message, frozen=True, kw_only=True):

@@ -42,3 +42,27 @@ class Printed(Message, frozen=True, kw_only=True):
     rank: int
     figures: tuple[PrintedFigures, ...]
     goal: int | None = None
+
+
+class WorkerLook(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker as it was inspected. `state`: the kernel's, as R, S, D or T. `frames`: (file, line, function) of the
+    main thread, innermost first; empty if they are not known. `source`: text of the innermost line; empty if it could
+    not be read."""
+
+    rank: int
+    state: str
+    frames: tuple[tuple[str, int, str], ...] = ()
+    source: str = ""
+
+
+class WorkersInspected(Message, frozen=True, kw_only=True):
+    """Answer to `InspectWorkers`. `nccl`: text of NCCL's RAS service; empty if it was not asked or is not there."""
+
+    looks: tuple[WorkerLook, ...]
+    nccl: str = ""
+
+
+class InspectWorkers(Message, frozen=True, kw_only=True):
+    """Inspect all workers of the node, because a script makes no progress. `asks_nccl`: also ask NCCL's RAS service."""
+
+    asks_nccl: bool = False

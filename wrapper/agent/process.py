@@ -32,6 +32,7 @@ from resihp.protocol import messages as m
 from resihp.settings import SCRIPT_ALONE_S
 from resihp.wrapper.agent import inventory
 from resihp.wrapper.agent.hangs.inspection import inspect
+from resihp.wrapper.agent.hangs.nccl_status import nccl_status
 from resihp.wrapper.agent.logs.log_mirror import LogMirror, print_to
 from resihp.wrapper.agent.peers import Peers
 from resihp.wrapper.agent.succession.journal_copy import Replica, local_place
@@ -192,7 +193,7 @@ class Agent:
                 self._needed.set()
                 self._workers.spawn(order)
             case m.InspectWorkers():
-                self._inspection = asyncio.create_task(self._inspect())
+                self._inspection = asyncio.create_task(self._inspect(order.asks_nccl))
             case m.EndRound():
                 self._end_round(order)
             case m.ToWorkers():
@@ -215,11 +216,12 @@ class Agent:
             case _:
                 pass
 
-    async def _inspect(self) -> None:
-        """Report the state and the stack of each worker."""
+    async def _inspect(self, asks_nccl: bool) -> None:
+        """Report the state and the stack of each worker, and the answer of NCCL's service if asked for it."""
         workers = self._workers
+        nccl = asyncio.create_task(nccl_status(os.environ)) if asks_nccl else None
         looks = await inspect(workers.pids, workers.signal, workers.idleness)
-        self._link.send(m.WorkersInspected(looks=looks))
+        self._link.send(m.WorkersInspected(looks=looks, nccl="" if nccl is None else await nccl))
 
     def _end_round(self, order: m.EndRound) -> None:
         """End all workers, then tell the supervisor. An order that a new supervisor repeats meanwhile is answered with

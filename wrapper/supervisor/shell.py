@@ -293,7 +293,7 @@ class Supervisor:
             case api.EndProcesses():
                 self._links.post(action.node, m.EndRound(round=action.round, grace_s=ROUND_GRACE_S))
             case api.LookAtWorkers():
-                self._links.post(action.node, m.InspectWorkers())
+                self._links.post(action.node, m.InspectWorkers(asks_nccl=action.asks_nccl))
             case api.Order():
                 self._links.order(action.ranks, action.order)
             case api.SignalWorker():

@@ -26,10 +26,12 @@ class WorkerPrinted(Event, frozen=True, kw_only=True):
 
 
 class WorkersSeen(Event, frozen=True, kw_only=True):
-    """The state and stack of each worker of a node, as the controller has asked for."""
+    """The state and stack of each worker of a node, as the controller has asked for. `nccl`: the answer of NCCL's
+    service; empty without one."""
 
     node: str
     looks: tuple[WorkerLook, ...]
+    nccl: str = ""
 
 
 class CheckpointsFound(Event, frozen=True, kw_only=True):
@@ -63,6 +65,10 @@ class EndProcesses(Action, frozen=True, kw_only=True):
 
 
 class LookAtWorkers(Action, frozen=True, kw_only=True):
-    """Inspect the workers of this node. Answered with a `WorkersSeen` event, or not at all."""
+    """Inspect the workers of this node. Answered with a `WorkersSeen` event, or not at all.
+
+    `asks_nccl`: also ask NCCL's service there, which knows of all ranks.
+    """
 
     node: str
+    asks_nccl: bool = False

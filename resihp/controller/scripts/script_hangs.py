@@ -70,7 +70,8 @@ def patience_s(job: Job, watch: HangWatch) -> float:
 
 
 def inspected(job: Job, event: api.WorkersSeen) -> None:
-    """Note the state and stack of each worker of a node."""
+    """Note the state and stack of each worker of a node, and what NCCL's service has answered."""
+    job.start.hang.nccl = event.nccl or job.start.hang.nccl
     for look in event.looks:
         if look.rank in job.members and job.members[look.rank].node == event.node:
             frames = tuple(StackFrame(*frame) for frame in look.frames)
@@ -89,8 +90,9 @@ def _look(job: Job, watch: HangWatch, silent_s: float) -> None:
         job.say("notice", f"no iteration for {silent_s:.0f} s, {usual}: looking at the stacks of all ranks")
     watch.before, watch.looks = watch.looks, {}
     watch.asked_at, watch.is_judged = job.now, False
+    first = job.members[min(job.live)].node
     for name in dict.fromkeys(job.members[rank].node for rank in job.live):
-        job.do(api.LookAtWorkers(node=name))
+        job.do(api.LookAtWorkers(node=name, asks_nccl=name == first))
 
 
 def _decide(job: Job, watch: HangWatch, silent_s: float) -> None:
@@ -146,7 +148,7 @@ def _end_ranks(job: Job, watch: HangWatch, ranks: list[int], verdict: HangVerdic
         member = job.members[rank]
         place = _place(watch.looks[rank].frames)
         member.fenced = f"hung: no iteration for {silent_s:.0f} s, {verdict.reason}{place}"
-        member.hang_evidence = evidence(watch.looks)
+        member.hang_evidence = evidence(watch)
         job.say("warning", f"{job.where(rank)}: given up, {member.fenced}")
         job.do(api.SignalWorker(rank=rank, signal=int(signals.SIGKILL)))
     watch.forget_looks()
@@ -163,7 +165,7 @@ def _end_all(job: Job, watch: HangWatch, verdict: HangVerdict, silent_s: float) 
             kind="communication",
             component="link",
             cause=reason,
-            evidence=evidence(watch.looks),
+            evidence=evidence(watch),
             found_at=job.now,
             iteration=failures.under_way(job, set()),
             epoch=job.epoch,
@@ -180,15 +182,18 @@ def _place(frames: tuple[StackFrame, ...]) -> str:
     return "" if frame is None else f", at {frame}"
 
 
-def evidence(looks: dict[int, Look]) -> str:
-    """Return one paragraph for each group of ranks with the same stack, the smallest group first."""
+def evidence(watch: HangWatch) -> str:
+    """Return one paragraph for each group of ranks with the same stack, the smallest group first; then the answer of
+    NCCL's service."""
     groups: dict[tuple[str, tuple[str, ...]], list[int]] = {}
-    for rank, look in sorted(looks.items()):
+    for rank, look in sorted(watch.looks.items()):
         groups.setdefault((look.state if look.state in STOPPED_STATES else "", _calls(look)), []).append(rank)
     ordered = sorted(groups.items(), key=lambda group: (len(group[1]), group[1]))
     paragraphs = [_paragraph(ranks, state, calls) for (state, calls), ranks in ordered[:MAX_GROUPS]]
     if rest := [rank for _, ranks in ordered[MAX_GROUPS:] for rank in ranks]:
         paragraphs.append(f"{count_of(len(rest), 'other rank')} with other stacks")
+    if watch.nccl:
+        paragraphs.append(f"NCCL's RAS service, which may report no problem during a hang:\n{watch.nccl}")
     return "\n".join(paragraphs)
 
 

@@ -124,6 +124,8 @@ class HangWatch:
     """The answers, by rank."""
     before: dict[int, Look] = field(default_factory=dict)
     """The answers to the order before."""
+    nccl: str = ""
+    """What NCCL's service has answered last; empty without an answer."""
     unmoved: list[int] = field(default_factory=list)
     """The ranks that the last judgement found to hold up the script and to do nothing."""
     moved_at: float = float("-inf")
@@ -131,7 +133,7 @@ class HangWatch:
 
     def forget_looks(self) -> None:
         """Begin anew: there is progress again, or the ranks that hang are ended."""
-        self.asked_at, self.looks, self.before, self.is_judged = None, {}, {}, False
+        self.asked_at, self.looks, self.before, self.is_judged, self.nccl = None, {}, {}, False, ""
         self.unmoved, self.moved_at = [], float("-inf")
 
     def of_next_round(self) -> HangWatch:

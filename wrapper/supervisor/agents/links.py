@@ -309,7 +309,7 @@ class AgentLinks:
                 link.moved_meeting(message.meeting_port)
                 self._event(api.ProcessesEnded(node=link.node, round=message.round))
             case m.WorkersInspected():
-                self._event(api.WorkersSeen(node=link.node, looks=message.looks))
+                self._event(api.WorkersSeen(node=link.node, looks=message.looks, nccl=message.nccl))
             case m.SpawnFailed():
                 if message.rank is not None:
                     self._check(link, message.rank)

@@ -69,7 +69,8 @@ class Printing(Script):
                     m.WorkerLook(rank=rank, state=self.states.get(rank, "S"), frames=self.stacks.get(rank, COLLECTIVE))
                     for rank in ranks
                 )
-                self.feed(api.WorkersSeen(node=action.node, looks=looks))
+                nccl = "Errors\n  INCOMPLETE" if action.asks_nccl else ""
+                self.feed(api.WorkersSeen(node=action.node, looks=looks, nccl=nccl))
             elif isinstance(action, api.SignalWorker):
                 self.obeyed += 1
                 self.feed(api.WorkerExited(rank=action.rank, status=-action.signal))
@@ -112,6 +113,16 @@ def test_the_rank_that_the_others_wait_for_is_killed_and_the_script_starts_again
     assert (
         "ranks 0, 1, 3:" in failure.evidence or "rank 0, 1, 3" in failure.evidence or "ranks 0-1, 3" in failure.evidence
     )
+
+
+def test_the_evidence_has_what_nccl_says_of_the_job_once() -> None:
+    job = printing()
+    job.stacks[2], job.idle_s = LOADER, {2: 1000.0}
+    job.passes(220)
+    (failure,) = job.all(FailureFound)
+    assert failure.evidence.count("NCCL's RAS service, which may report no problem during a hang:\nErrors") == 1
+    asked = [action.node for action in job.actions if isinstance(action, api.LookAtWorkers) and action.asks_nccl]
+    assert set(asked) == {"n1"}, "one node answers for all"
 
 
 def test_a_rank_that_works_is_left_alone() -> None:

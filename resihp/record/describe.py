@@ -259,7 +259,8 @@ def _reconfigured(entry: journal.Reconfigured, mended: RecoveryTimes | None) -> 
         if noticed_s is not None:
             noticing = f"noticed after {noticed_s:.2f} s, {without_s:.2f} s without noticing"
             when = f", {mended.seconds_to_recover:.2f} s after it ({noticing})"
-    return f"epoch {entry.epoch}: {outcome}{when}{tries}{moved}"
+    change = f"restart {entry.epoch}" if entry.is_restart else f"epoch {entry.epoch}"
+    return f"{change}: {outcome}{when}{tries}{moved}"
 
 
 def _trouble(entry: journal.AnyEntry) -> str | None:

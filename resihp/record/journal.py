@@ -426,7 +426,7 @@ class Reconfigured(Entry, frozen=True, kw_only=True):
     `planning_s`: the part of `plan_s` before any rank could be told the plan; None in legacy journals, or if not
     measured.
 
-    Also the restart of a script that does not report to resihp: `epoch` is then the number of the restart, `action` is
+    Also the restart of a script that does not report to resihp, `is_restart`: `epoch` is then the number of the restart, `action` is
     "redo", `park_s` the time until its processes had ended, and `first_iteration_s` that until it printed an iteration.
     """
 
@@ -443,6 +443,7 @@ class Reconfigured(Entry, frozen=True, kw_only=True):
     bytes_moved: int = 0
     extra_bytes: int = 0
     planning_s: float | None = None
+    is_restart: bool = False
 
 
 class PlanInEffect(Entry, frozen=True, kw_only=True):

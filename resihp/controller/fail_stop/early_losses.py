@@ -359,6 +359,9 @@ def _end_for(job: Job, failed: list[int]) -> None:
     reason = f"{where}: {text}"
     if plain and restarts.begin(job, reason):
         return
+    if plain and job.settings.max_restarts and restarts.lacks_nodes(job):
+        endings.too_few(job, reason, 1)  # its device is dead: another run may get another node
+        return
     endings.end(job, 93 if plain and restarts.is_stuck(job, reason) else 1, reason)
 
 

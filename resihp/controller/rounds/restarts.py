@@ -79,9 +79,12 @@ def obstacle(job: Job, reason: str) -> str:
         return f"{times}[adapt] max_restarts is {settings.max_restarts}"
     if is_stuck(job, reason):
         return f"the last {count_of(MAX_FRUITLESS + 1, 'run')} of the script made no progress"
-    if not next_round.nodes_of(job) and not replacements.may_still_come(job):
-        return next_round.shortage(job)
-    return ""
+    return next_round.shortage(job) if lacks_nodes(job) else ""
+
+
+def lacks_nodes(job: Job) -> bool:
+    """Return whether too few nodes are left for another round, and no other node will come."""
+    return not next_round.nodes_of(job) and not replacements.may_still_come(job)
 
 
 def is_stuck(job: Job, reason: str) -> bool:

@@ -84,6 +84,7 @@ def _judge_recovery(job: Job) -> None:
             state_s=0.0,
             first_iteration_s=job.now - start.ordered_at,
             seconds=job.now - began_at,
+            is_restart=True,
         )
     )
 

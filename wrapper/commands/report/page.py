@@ -47,7 +47,7 @@ MAX_SUSPICIONS = 100
 """Most suspicions that are listed: the last ones."""
 MAX_PLANS = 400
 MAX_NODES = 300
-MAX_EVIDENCE_CHARACTERS = 3_000
+MAX_EVIDENCE_CHARACTERS = 8_000
 """Most characters of a failure's evidence that are shown."""
 MAX_EXPANDED = 8
 """Number of failures and of layouts that are expanded at first. The others expand on a click, and in print."""

@@ -136,6 +136,19 @@ def test_a_lost_node_ends_the_job_unless_the_user_allows_fewer() -> None:
     assert any("the script needs 2 nodes ([job] min_nodes), 1 can be used" in text for text in job.texts)
 
 
+@pytest.mark.parametrize(("slurm", "exit_code"), [(True, 75), (False, 1)])
+def test_a_dead_device_without_another_node_has_slurm_run_the_job_again(slurm: bool, exit_code: int) -> None:
+    job = script(slurm=slurm)
+    line = "NVRM: Xid (PCI:0000:00): 79, pid=1002, GPU has fallen off the bus"
+    xid = m.Clue(kind="xid 79", line=line, at=None, named={"xid": "79", "pid": str(job.controller.job.members[2].pid)})
+    job.feed(api.WorkerExited(rank=2, status=-9, clues=(xid,)))
+    job.feed(api.Tick())
+    job.wait(30)
+    assert job.end is not None
+    assert job.end[0] == exit_code
+    assert any("the script needs 2 nodes ([job] min_nodes), 1 can be used" in text for text in job.texts)
+
+
 def test_with_fewer_nodes_ranks_are_counted_anew() -> None:
     job = script(nodes=3, min_nodes=2, slurm=False)
     job.lose("n2", "its agent was killed")

@@ -48,7 +48,6 @@ ROUND_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 PORT_VARIABLE = "MASTER_PORT"
 """Differs in each round, in a way that nobody knows in advance."""
 HARMLESS_DEVICES = ("/dev/null", "/dev/urandom")
-DESCRIPTORS = "/proc/self/fd"
 ALL_NAMES = "*"
 USED_BY = {"fsspec.config": "FSSPEC"}
 """Modules that copy the whole environment, and the beginning of the names of those variables that they use."""
@@ -278,7 +277,7 @@ def _import(expected: Fork, agent_fd: int, folders: Sequence[str]) -> tuple[Wait
     removed). Raises TooEarlyError, and what an import raises."""
     entry.enter(expected.kind, expected.argv, expected.cwd, {**expected.environment, AGENT_FD: str(agent_fd)})
     found = imports_at_top(expected.kind, expected.argv[0], folders)
-    modules, descriptors = set(sys.modules), set(os.listdir(DESCRIPTORS))
+    modules, descriptors = set(sys.modules), _open_files()
     variables, before = os.environ, dict(os.environ)
     begun = time.monotonic()
     try:
@@ -349,7 +348,16 @@ def _reader() -> str:
     return "" if frame is None else str(frame.f_globals.get("__name__"))
 
 
-def _obstacle(modules: Set[str], descriptors: Set[str], folders: Sequence[str]) -> str:
+def _open_files() -> set[tuple[int, str]]:
+    """Return the open descriptors of this process, and what they refer to."""
+    files = set()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the descriptor of the listing itself
+            files.add((int(number), os.readlink(f"/proc/self/fd/{number}")))
+    return files
+
+
+def _obstacle(modules: Set[str], descriptors: Set[tuple[int, str]], folders: Sequence[str]) -> str:
     """Return the reason why this process must not become a worker; empty if there is none. `modules`, `descriptors`:
     those before the imports."""
     packages = [os.path.join(os.path.dirname(str(module.__file__)), "") for module in (os, resihp)]
@@ -359,11 +367,9 @@ def _obstacle(modules: Set[str], descriptors: Set[str], folders: Sequence[str]) 
             return f"a library imports {name}, which is the user's: {file}"
     if threading.active_count() > 1:
         return f"a library starts a thread: {threading.enumerate()[-1].name}"
-    for descriptor in set(os.listdir(DESCRIPTORS)) - descriptors:
-        with suppress(OSError):  # the listing's own
-            target = os.readlink(f"{DESCRIPTORS}/{descriptor}")
-            if not stat.S_ISREG(os.stat(int(descriptor)).st_mode) and target not in HARMLESS_DEVICES:
-                return f"a library opens {target}"
+    for descriptor, target in _open_files() - descriptors:
+        if not stat.S_ISREG(os.stat(descriptor).st_mode) and target not in HARMLESS_DEVICES:
+            return f"a library opens {target}"
     with suppress(ChildProcessError):
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         return "a library starts a process"

@@ -1,16 +1,16 @@
-"""Run a training script as one rank of a trial of `benchmarks.scripts`: note the process id, and raise on a signal.
+"""What a rank of a trial of `benchmarks.scripts` does after its imports: note its process id, and raise on a signal.
 
-`python observed_rank.py FOLDER SCRIPT ARGUMENTS`; FOLDER gets a file `ROUND.RANK` with the process id. Between two
-operations of the script, SIGUSR1 raises ValueError in it, SIGUSR2 an out-of-memory error; SIGRTMIN + 1 makes it enter a
-collective alone, and SIGRTMIN + 2 makes it wait for a data loader's process that never answers.
+`benchmarks.scripts` inserts a call of `observe` into a copy of the script.
+
+The folder `ranks` of the trial gets a file `ROUND.RANK` with the process id. Between two operations of the script,
+SIGUSR1 raises ValueError in it, SIGUSR2 an out-of-memory error; SIGRTMIN + 1 makes it enter a collective alone, and
+SIGRTMIN + 2 makes it wait for a data loader's process that never answers.
 """
 
 from __future__ import annotations
 
 import os
-import runpy
 import signal
-import sys
 import time
 from pathlib import Path
 from types import FrameType
@@ -45,18 +45,10 @@ def hang(number: int, _: FrameType | None) -> None:
         pass
 
 
-def main() -> None:
-    folder, script, *arguments = sys.argv[1:]
-    note = Path(folder) / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}.{os.environ['RANK']}"
+def observe() -> None:
+    note = Path(os.environ["TRIAL_FOLDER"], "ranks", f"{os.environ['TORCHELASTIC_RESTART_COUNT']}.{os.environ['RANK']}")
     note.write_text(str(os.getpid()))
     signal.signal(signal.SIGUSR1, fail)
     signal.signal(signal.SIGUSR2, fail)
     signal.signal(signal.SIGRTMIN + 1, hang)
     signal.signal(signal.SIGRTMIN + 2, hang)
-    sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).parent)
-    runpy.run_path(script, run_name="__main__")
-
-
-if __name__ == "__main__":
-    main()

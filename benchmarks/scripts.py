@@ -5,11 +5,12 @@ python -m benchmarks.scripts --scripts ddp fsdp2_dcp --faults kill raise
 Runs the scripts of `examples/scripts` with four ranks, hurts rank 2 after iteration 25 (checkpoints are of each tenth),
 and prints a row for each run: seconds to the first iteration; from the fault to the launcher's first line about it, to
 the next printed iteration, or to the end; exit code; whether the last loss is the one of an undisturbed run; and the
-launcher's line. `node` kills an agent of resihp with all its
-processes, and goes on with the other node; torchrun, which has no second node here, loses ranks 2 and 3. `collective`
-lets rank 2 enter a barrier alone, `loader` lets it wait for a reader process that never answers, `slow` lets it run for
-a quarter of the time. A hang needs `--sleep 0.3`: nothing is judged before iterations were seen in six seconds. The
-machine must be idle for the seconds to mean something.
+launcher's line. `node` kills an agent of resihp with all its processes, and goes on with the other node; torchrun,
+which has no second node here, loses ranks 2 and 3. `collective` lets rank 2 enter a barrier alone, `loader` lets it
+wait for a reader process that never answers, `slow` lets it run for a quarter of the time. A hang needs `--sleep 0.3`:
+nothing is judged before iterations were seen in six seconds. The machine must be idle for the seconds to mean
+something. `resihp run` imports a script's libraries for the next round from 10 s after the start on: `--sleep 1` makes
+a fault come later than that.
 
 `ft_launcher` is the one of nvidia-resiliency-ext, which must be importable.
 
@@ -20,6 +21,7 @@ ranks of the next round connect to gloo addresses of dead processes.
 from __future__ import annotations
 
 import argparse
+import ast
 import itertools
 import os
 import re
@@ -36,7 +38,10 @@ import psutil
 
 REPOSITORY = Path(__file__).parents[1]
 SCRIPTS = REPOSITORY / "examples" / "scripts"
-RANK = str(REPOSITORY / "benchmarks" / "observed_rank.py")
+OBSERVE = (
+    f"import sys; sys.path.append({str(REPOSITORY / 'benchmarks')!r}); import observed_rank; observed_rank.observe()"
+)
+"""Inserted into the script after its imports."""
 TORCHRUN_COMMAND = ["torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--max-restarts", "3"]
 FT_COMMAND = ["nvidia_resiliency_ext.fault_tolerance.launcher", "--rdzv-backend", "c10d"]
 FT_COMMAND += ["--rdzv-endpoint", "localhost:0", "--nnodes", "1", "--nproc-per-node", "4", "--max-restarts", "3"]
@@ -92,7 +97,9 @@ class Trial:
             "PYTHONWARNINGS": "ignore",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
-        script = [RANK, str(self.folder / "ranks"), str(SCRIPTS / f"{self.script}.py")]
+        observed = self.folder / f"{self.script}.py"
+        observed.write_text(with_observer((SCRIPTS / f"{self.script}.py").read_text()))
+        script = [str(observed)]
         script += ["--iterations", str(ITERATIONS), "--checkpoint-every", str(CHECKPOINT_EVERY)]
         script += ["--folder", str(self.folder / "checkpoints"), "--sleep", str(self.sleep_s)]
         self.began = time.monotonic()
@@ -179,6 +186,14 @@ class Trial:
         title = re.compile(r"resihp job \S+ agent n2")
         (agent,) = [process.pid for process in self.processes() if title.match(" ".join(process.cmdline()))]
         return agent
+
+
+def with_observer(text: str) -> str:
+    """Return a script that calls `observed_rank.observe` after the imports at its top."""
+    imports = [part for part in ast.parse(text).body if isinstance(part, ast.Import | ast.ImportFrom)]
+    lines = text.splitlines()
+    lines.insert(imports[-1].end_lineno or 0, OBSERVE)
+    return "\n".join([*lines, ""])
 
 
 def inject(trial: Trial, fault: str) -> None:

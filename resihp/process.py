@@ -13,7 +13,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -104,17 +104,23 @@ def wait_for(child: subprocess.Popen[bytes]) -> int:
     return child.wait()
 
 
-def kill_children(within_s: float) -> bool:
+def kill_children(within_s: float, spare: Set[int] = frozenset()) -> bool:
     """Kill and reap all children of this process, and the orphans that it adopts meanwhile, for up to `within_s`
-    seconds; return whether none is left."""
+    seconds; return whether none is left. Children in `spare` are left alone."""
     until = time.monotonic() + within_s
+    was_empty = False
     with suppress(ChildProcessError):
         while time.monotonic() < until:
-            for pid in _children(os.getpid()):
+            remaining = [pid for pid in _children(os.getpid()) if pid not in spare]
+            if spare and not remaining and was_empty:  # once is not enough: the kernel's list may miss a child
+                return True
+            was_empty = not remaining
+            for pid in remaining:
                 with suppress(PermissionError):
                     os.kill(pid, signal.SIGKILL)  # not reaped yet, so its id cannot have been reused
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+                os.waitpid(pid, os.WNOHANG)
+            if not spare:
+                os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises if there is no child
             time.sleep(0.005)
         return False
     return True

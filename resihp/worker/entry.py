@@ -23,10 +23,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
 from types import CodeType, ModuleType, TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from resihp.process import AGENT_FD
 from resihp.worker import stacks
+from resihp.worker.requests import ProgramKind
 
 INTERRUPTED_STATUS = 130
 """Exit status after KeyboardInterrupt, as reported by a shell when python ends itself by SIGINT."""
@@ -35,7 +36,7 @@ OVERFLOW_STATUS = 255
 
 
 def become(
-    kind: Literal["script", "module", "command"],
+    kind: ProgramKind,
     argv: Sequence[str],
     cwd: str,
     environment: Mapping[str, str],
@@ -43,13 +44,20 @@ def become(
 ) -> int:
     """Run the program to its end and return its exit status. A `command` replaces the process: the function does not
     return."""
+    enter(kind, argv, cwd, {**environment, AGENT_FD: str(agent_fd)})
+    if kind == "command":
+        _execute(argv, agent_fd)
+    return run(kind, argv)
+
+
+def enter(kind: ProgramKind, argv: Sequence[str], cwd: str, environment: Mapping[str, str]) -> None:
+    """Prepare this process for the program, up to a fresh `__main__`. `environment` is complete."""
     threads = os.environ.get("OMP_NUM_THREADS")
     os.environ.clear()
     os.environ.update(environment)
-    os.environ[AGENT_FD] = str(agent_fd)
     os.chdir(cwd)
     if kind == "command":
-        _execute(argv, agent_fd)
+        return
     sys.argv[:] = argv
     entries = [_first_entry(kind, argv[0], cwd), *_python_path(environment.get("PYTHONPATH", ""), cwd)]
     sys.path[:0] = [entry for i, entry in enumerate(entries) if i == 0 or entry not in entries[:i]]
@@ -57,6 +65,14 @@ def become(
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     _settle(threads, environment.get("OMP_NUM_THREADS"))
     stacks.register()
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __annotations__={})
+    if kind == "script" and not _is_searched(argv[0]):
+        main.__file__ = os.path.abspath(argv[0])
+
+
+def run(kind: ProgramKind, argv: Sequence[str]) -> int:
+    """Run the program in the `__main__` that `enter` made, and return its exit status."""
     try:
         if kind == "module":
             _run_module(argv[0])
@@ -76,19 +92,18 @@ def _run_module(name: str) -> None:
     """Run a module as `python -m` does. Raises ImportError if it does not exist."""
     _, spec, code = runpy._get_module_details(name)  # type: ignore[attr-defined]  # as `python -m` itself does
     sys.argv[0] = spec.origin
-    exec(code, _make_main(spec).__dict__)
+    exec(code, _main_of(spec))
 
 
 def _run_script(path: str) -> None:
     """Run a file as `python PATH` does, or the `__main__` of a folder or an archive."""
     if _is_searched(path):
         _, spec, code = runpy._get_main_module_details()  # type: ignore[attr-defined]  # searches sys.path
-        exec(code, _make_main(spec).__dict__)
+        exec(code, _main_of(spec))
         return
     file = os.path.abspath(path)
     code, is_compiled = _code_of(file)
-    main = _make_main(None)
-    main.__file__ = file
+    main = sys.modules["__main__"]
     main.__dict__["__cached__"] = None
     main.__loader__ = (SourcelessFileLoader if is_compiled else SourceFileLoader)("__main__", file)
     exec(code, main.__dict__)
@@ -109,20 +124,17 @@ def _code_of(file: str) -> tuple[CodeType, bool]:
         return compile(opened.read(), file, "exec", dont_inherit=True), False
 
 
-def _make_main(spec: ModuleSpec | None) -> ModuleType:
-    """Put a fresh `__main__` with python's usual attributes into `sys.modules`, where it stays."""
-    main = ModuleType("__main__")
-    main.__dict__.update(__builtins__=builtins, __annotations__={})
-    if spec is not None:
-        main.__dict__.update(
-            __file__=spec.origin,
-            __cached__=spec.cached,
-            __loader__=spec.loader,
-            __package__=spec.parent,
-            __spec__=spec,
-        )
-    sys.modules["__main__"] = main
-    return main
+def _main_of(spec: ModuleSpec) -> dict[str, Any]:
+    """Give `__main__` python's usual attributes of a module or package, and return its namespace."""
+    namespace = sys.modules["__main__"].__dict__
+    namespace.update(
+        __file__=spec.origin,
+        __cached__=spec.cached,
+        __loader__=spec.loader,
+        __package__=spec.parent,
+        __spec__=spec,
+    )
+    return namespace
 
 
 def _execute(argv: Sequence[str], agent_fd: int) -> None:
@@ -137,7 +149,7 @@ def _execute(argv: Sequence[str], agent_fd: int) -> None:
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
-def _first_entry(kind: str, program: str, cwd: str) -> str:
+def _first_entry(kind: ProgramKind, program: str, cwd: str) -> str:
     """Return sys.path[0]: the script's folder with links resolved; for a folder or an archive the path itself."""
     if kind == "module":
         return cwd

@@ -24,9 +24,9 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 import msgspec
 
@@ -42,8 +42,23 @@ from resihp.process import (
 )
 from resihp.protocol.channels import LocalChannel
 from resihp.worker import stacks
+from resihp.worker.early import EarlyWorkers, import_and_wait
 from resihp.worker.entry import become
 from resihp.worker.leaving import will_leave_with
+from resihp.worker.requests import (
+    Alone,
+    Deliver,
+    Ended,
+    Fork,
+    Forked,
+    KillOrphans,
+    NotForked,
+    Ready,
+    Request,
+    Serve,
+    Unable,
+)
+from resihp.worker.script_imports import library_folders
 
 PRELOADED_MODULES = "torch,resihp.executor.trainer,resihp.datasets"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -62,88 +77,6 @@ KILL_ORPHANS_S = 8.0
 """The same between two rounds of a script, of which no process may be left."""
 
 
-class Serve(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Request to fork the fork server of one virtual node; the frame carries the socket to the node's agent.
-
-    `group` is the agent's process group, which the server joins; 0 creates a new group. `job` and `node` are names for
-    process lists.
-    """
-
-    group: int
-    log: str
-    job: str = ""
-    node: str = ""
-
-
-class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Request to start one worker; the frame carries the socket to the worker's agent.
-
-    `kind` is a Python script (`argv[0]` is its path), a module (`argv[0]` is its name), or any other command.
-    `environment` is complete, except for the server's `--own` variables. Standard output and error are appended to
-    `log`. `job` is a name for process lists. `processors`: the CPUs to run on; empty: those of the server.
-    """
-
-    rank: int
-    job: str = ""
-    kind: Literal["script", "module", "command"]
-    argv: tuple[str, ...]
-    cwd: str
-    environment: dict[str, str]
-    log: str
-    processors: tuple[int, ...] = ()
-    heading: str = ""
-    """Line that is written to the log before the worker's output; empty for none."""
-
-
-class Deliver(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Request to send a signal to a child that has not ended. Never signals another process that reuses the process
-    id."""
-
-    pid: int
-    signal: int
-
-
-class KillOrphans(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Request to kill all processes that ended workers have left behind, and workers that were forked too late for
-    their agent to know them. Answered with `Alone`, unless a process cannot be killed within `KILL_ORPHANS_S`."""
-
-
-class Alone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer to `KillOrphans`: the fork server has no child left."""
-
-
-class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    seconds: float
-
-
-class Unable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Report that the fork server cannot work, and exits."""
-
-    reason: str
-
-
-class Forked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    rank: int
-    pid: int
-
-
-class NotForked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    rank: int
-    reason: str
-
-
-class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Report that a worker has ended. `status` is as in subprocess: negative for a signal."""
-
-    rank: int
-    pid: int
-    status: int
-
-
-Request = Fork | Deliver | KillOrphans
-Report = Ready | Unable | Forked | NotForked | Ended | Alone
-
-
 class ForkServer:
     """Receives requests and reports ended children, in one loop and one thread."""
 
@@ -153,6 +86,8 @@ class ForkServer:
         self._own = own or {}
         self._ranks: dict[int, int] = {}
         self._pid = os.getpid()
+        self._libraries = library_folders()
+        self._early = EarlyWorkers(self._become_early_worker)
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -163,7 +98,7 @@ class ForkServer:
         poll.register(self._channel.fileno(), select.POLLIN)
         poll.register(self._wake, select.POLLIN)
         while True:
-            ready = {descriptor for descriptor, _ in poll.poll()}
+            ready = self._early.wait(poll)
             if self._wake in ready:
                 os.read(self._wake, 4096)
                 self._reap()
@@ -174,12 +109,14 @@ class ForkServer:
                     return
                 match request:
                     case Fork():
-                        self._fork(request)
+                        environment = {**self._own, **request.environment}
+                        self._fork(msgspec.structs.replace(request, environment=environment))
                     case Deliver() if request.pid in self._ranks:
                         os.kill(request.pid, request.signal)
                     case KillOrphans():
                         self._ranks.clear()
-                        if kill_children(KILL_ORPHANS_S):
+                        self._early.end_round()
+                        if kill_children(KILL_ORPHANS_S, spare=self._early.pids):
                             self._channel.send(Alone())
                     case _:
                         pass
@@ -190,6 +127,7 @@ class ForkServer:
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, status = ended
+                self._early.note_end(pid)
                 rank = self._ranks.pop(pid, None)
                 if rank is not None:
                     self._channel.send(Ended(rank=rank, pid=pid, status=os.waitstatus_to_exitcode(status)))
@@ -204,7 +142,7 @@ class ForkServer:
                 )
             log = os.open(request.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             try:
-                pid = os.fork()
+                pid = self._early_worker(request, agent_fd, log) or os.fork()
                 if pid == 0:
                     self._become_worker(request, agent_fd, log)
             finally:
@@ -217,37 +155,73 @@ class ForkServer:
         finally:
             os.close(agent_fd)
 
+    def _early_worker(self, request: Fork, agent_fd: int, log: int) -> int:
+        """Have an early worker become the requested worker; return its process id, or 0 if none suits."""
+        early = self._early.take(request)
+        if early is None:
+            return 0
+        try:
+            early.channel.send(request, [agent_fd, log])
+        except OSError:  # it has just ended
+            return 0
+        finally:
+            early.channel.close()
+        return early.pid
+
     def _become_worker(self, request: Fork, agent_fd: int, log: int) -> NoReturn:
         """Run the worker, in the child. No code in this method may return to the server's loop."""
+
+        def run() -> int:
+            socket_fd = os.dup(agent_fd)
+            attach(request, log)
+            return become(request.kind, request.argv, request.cwd, request.environment, socket_fd)
+
+        self._run(request.rank, request.processors, run)
+
+    def _become_early_worker(self, expected: Fork, server: LocalChannel) -> NoReturn:
+        """Run an early worker, in the child, as `_become_worker` runs a worker."""
+        name_process(expected.job, f"early rank {expected.rank}")
+        self._run(
+            expected.rank,
+            expected.processors,
+            lambda: import_and_wait(expected, server, self._libraries, attach),
+        )
+
+    def _run(self, rank: int, processors: Sequence[int], run: Callable[[], int]) -> NoReturn:
+        """Leave the server's state behind, and end with the status that `run` returns."""
         try:
             die_with_parent(self._pid)
-            name_process(request.job, f"rank {request.rank}")
-            if request.processors:
+            if processors:
                 with suppress(OSError):  # the job's CPUs have changed: the worker keeps those that it has
-                    os.sched_setaffinity(0, request.processors)
+                    os.sched_setaffinity(0, processors)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
             for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
-            socket_fd = os.dup(agent_fd)
             silence = os.open(os.devnull, os.O_RDONLY)
             os.dup2(silence, 0)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            if request.heading:
-                os.write(1, f"{request.heading}\n".encode())
             os.close(silence)
             os.close(self._wake)
             os.close(self._woken)
             self._channel.close()
-            status = become(request.kind, request.argv, request.cwd, {**self._own, **request.environment}, socket_fd)
+            self._early.close()
+            status = run()
         except BaseException as error:  # noqa: BLE001 - the child must never become a second server
-            os.write(2, f"resihp: rank {request.rank}: {type(error).__name__}: {error}\n".encode())
+            os.write(2, f"resihp: rank {rank}: {type(error).__name__}: {error}\n".encode())
             os._exit(1)
         will_leave_with(status)
         # `SystemExit` takes the interpreter's normal exit: threads joined, atexit handlers called, files flushed.
         raise SystemExit(status)
+
+
+def attach(request: Fork, log: int) -> None:
+    """Name this process after its worker, and connect standard output and error to the worker's log."""
+    name_process(request.job, f"rank {request.rank}")
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    if request.heading:
+        os.write(1, f"{request.heading}\n".encode())
 
 
 def preload(modules: str) -> None:

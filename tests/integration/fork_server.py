@@ -24,16 +24,8 @@ from typing import NoReturn
 
 from resihp.process import die_with_parent, inherited_socket
 from resihp.protocol.channels import LocalChannel
-from resihp.worker.forkserver import (
-    ONE_THREAD,
-    PRELOADED_MODULES,
-    STOP_SIGNALS,
-    Ready,
-    Serve,
-    preload,
-    serve_node,
-    serve_nodes,
-)
+from resihp.worker.forkserver import ONE_THREAD, PRELOADED_MODULES, STOP_SIGNALS, preload, serve_node, serve_nodes
+from resihp.worker.requests import Ready, Serve
 
 READY = Ready(seconds=0.0)
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x4000000, 0x20000000, 0x40000000

@@ -19,20 +19,8 @@ from resihp.errors import ProtocolError
 from resihp.process import OPEN_FILES
 from resihp.protocol.channels import MAX_UNSENT_BYTES, LocalChannel
 from resihp.protocol.framing import LocalCodec, LocalFrames, local_frame
-from resihp.worker import forkserver
-from resihp.worker.forkserver import (
-    KILL_ORPHANS_S,
-    ONE_THREAD,
-    Alone,
-    Deliver,
-    Ended,
-    Fork,
-    Forked,
-    KillOrphans,
-    NotForked,
-    Ready,
-    Unable,
-)
+from resihp.worker.forkserver import KILL_ORPHANS_S, ONE_THREAD
+from resihp.worker.requests import Alone, Deliver, Ended, Fork, Forked, KillOrphans, NotForked, Ready, Report, Unable
 from resihp.wrapper.config import container
 from resihp.wrapper.config.run_spec import Container, Program
 from resihp.wrapper.launch.launcher import own_environment
@@ -139,7 +127,7 @@ class ForkServerLink:
         self._log = log
         self._report = report
         self._unable = unable
-        self._codec: LocalCodec[forkserver.Report] = LocalCodec(forkserver.Report)
+        self._codec: LocalCodec[Report] = LocalCodec(Report)
         self._waiting: list[tuple[Fork, socket.socket]] = []
         self._ready = False
         self._reason: str | None = None

@@ -22,7 +22,7 @@ from resihp.process import ending, kill_descendants, state_letter
 from resihp.protocol import messages as m
 from resihp.protocol.forwarding import label_of, order_in
 from resihp.protocol.framing import decode, encode
-from resihp.worker.forkserver import Ended, Fork, Forked, NotForked
+from resihp.worker.requests import Ended, Fork, Forked, NotForked
 from resihp.wrapper.agent.exit_clues import ExitReports
 from resihp.wrapper.agent.idleness import Idleness
 from resihp.wrapper.agent.logs.script_output import ScriptOutput

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from resihp.protocol.channels import LocalChannel
 from resihp.slurm import command_call
-from resihp.worker.forkserver import Serve
+from resihp.worker.requests import Serve
 from resihp.wrapper.job_folder import Job
 from resihp.wrapper.strict_modes import private
 

@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from resihp.protocol.channels import LocalChannel
-from resihp.worker.forkserver import ONE_THREAD, PRELOADED_MODULES, Serve
+from resihp.worker.forkserver import ONE_THREAD, PRELOADED_MODULES
+from resihp.worker.requests import Serve
 from resihp.wrapper.config.run_spec import RunRequest
 from resihp.wrapper.launch.launcher import own_environment
 from resihp.wrapper.strict_modes import private

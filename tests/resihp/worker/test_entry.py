@@ -15,7 +15,7 @@ import pytest
 
 from resihp.protocol.channels import LocalChannel
 from resihp.protocol.messages import Start
-from resihp.worker.forkserver import Ended, Fork, Forked, Ready, Report
+from resihp.worker.requests import Ended, Fork, Forked, Ready, Report
 from tests.resihp.worker.test_forkserver import Shared
 
 DIES_LOUDLY = "import sys\nfrom loud import Group\n"

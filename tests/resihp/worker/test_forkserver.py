@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from resihp.protocol.channels import LocalChannel
-from resihp.worker.forkserver import Deliver, Ended, Fork, Forked, Ready, Report, Serve, Unable
+from resihp.worker.requests import Deliver, Ended, Fork, Forked, Ready, Report, Serve, Unable
 
 FOREVER = "import time\ntime.sleep(3600)\n"
 WITH_A_CHILD = "import subprocess\nprint(subprocess.Popen(['sleep', '3600'], start_new_session=True).pid)\n" + FOREVER

@@ -1,0 +1,211 @@
+"""A script that is started again finds its libraries imported, and cannot tell the difference."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from resihp.protocol.channels import LocalChannel
+from resihp.worker.requests import Alone, Ended, Fork, Forked, KillOrphans, Ready, Report
+from tests.resihp.worker.test_forkserver import gone
+
+SOON = """\
+import sys
+from resihp.worker import early, forkserver
+early.EARLY_AFTER_S = 0.3
+forkserver.main(sys.argv[1:])
+"""
+LIBRARY = """\
+import atexit, os, sys, time, __main__
+time.sleep(0.15)
+ROUND, LOCAL_RANK, OPTION = map(os.environ.get, ("TORCHELASTIC_RESTART_COUNT", "LOCAL_RANK", "OPTION"))
+MAIN, ARGUMENTS, PID = __main__, list(sys.argv), os.getpid()
+os.environ["SET_BY_LIBRARY"] = "yes"
+atexit.register(print, "end of the library", flush=True)
+print("the library is imported", flush=True)
+"""
+SCRIPT = """\
+import library
+import atexit, os, sys, time
+assert library.MAIN is sys.modules["__main__"] and library.MAIN.__dict__ is globals()
+assert library.ARGUMENTS == sys.argv and library.PID == os.getpid()
+atexit.register(print, "end of the script", flush=True)
+print(library.ROUND, library.LOCAL_RANK, library.OPTION, os.environ["SET_BY_LIBRARY"], flush=True)
+while os.path.exists("wait"):
+    time.sleep(0.01)
+sys.exit(3)
+"""
+
+
+class Node:
+    """A fork server that soon starts early workers, and the agent's end of its socket."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = folder / "server.log"
+        (folder / "site-packages").mkdir()
+        (folder / "train.py").write_text(SCRIPT)
+        ours, theirs = socket.socketpair()
+        ours.settimeout(30)
+        self.server = LocalChannel(ours)
+        with theirs, self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", SOON, "--fd", "0", "--parent", "0", "--preload", "json"],
+                env={**os.environ, "PYTHONPATH": str(folder / "site-packages")},
+                stdin=theirs,
+                stderr=log,
+            )
+        assert isinstance(self.server.recv(Report), Ready)
+
+    def start_round(self, number: int, ranks: int = 1, **environment: str) -> list[int]:
+        """Start ranks that wait; return their process ids."""
+        (self.folder / "wait").touch()
+        pids = []
+        for rank in range(ranks):
+            own = {
+                "TORCHELASTIC_RESTART_COUNT": str(number),
+                "LOCAL_RANK": str(rank),
+                "MASTER_PORT": str(29500 + number),
+            }
+            request = Fork(
+                rank=rank,
+                kind="script",
+                argv=("train.py", "--lr", "1"),
+                cwd=str(self.folder),
+                environment={"OPTION": "a", **own, **environment},
+                log=str(self.folder / f"{rank}.log"),
+                heading=f"round {number}",
+            )
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                self.server.send(request, [theirs.fileno()])
+            answer = self.server.recv(Report)
+            assert isinstance(answer, Forked)
+            pids.append(answer.pid)
+        return pids
+
+    def until_logged(self, text: str, times: int = 1) -> None:
+        until = time.monotonic() + 30
+        while self.log.read_text().count(text) < times:
+            assert time.monotonic() < until, self.log.read_text()
+            time.sleep(0.01)
+
+    def end_round(self, pids: list[int]) -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            assert isinstance(self.server.recv(Report), Ended)
+        self.server.send(KillOrphans())
+        assert isinstance(self.server.recv(Report), Alone)
+
+    def finish(self, pid: int, rank: int = 0) -> str:
+        """Let a rank go on to its end; return what it has written in this round."""
+        (self.folder / "wait").unlink(missing_ok=True)
+        assert self.server.recv(Report) == Ended(rank=rank, pid=pid, status=3)
+        return (self.folder / f"{rank}.log").read_text().rpartition("round ")[2]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    started = Node(tmp_path)
+    (tmp_path / "site-packages" / "library.py").write_text(LIBRARY)
+    yield started
+    started.server.close()
+    started.process.kill()
+    started.process.wait()
+
+
+def children_of(pid: int) -> set[int]:
+    return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def test_the_next_round_runs_in_processes_that_have_imported(node: Node) -> None:
+    first = node.start_round(0, ranks=2)
+    node.until_logged("imported in advance", times=2)
+    early = children_of(node.process.pid) - set(first)
+    assert len(early) == 2
+    node.end_round(first)
+    second = node.start_round(1, ranks=2)
+    assert set(second) == early
+    node.until_logged("imported in advance", times=4)
+    assert node.finish(second[0]) == ("1\nthe library is imported\n1 0 a yes\nend of the script\nend of the library\n")
+
+
+def test_libraries_see_the_environment_of_their_own_rank(node: Node) -> None:
+    first = node.start_round(0, ranks=2)
+    node.until_logged("imported in advance", times=2)
+    node.end_round(first)
+    second = node.start_round(1, ranks=2)
+    (node.folder / "wait").unlink()
+    for _ in second:
+        assert isinstance(node.server.recv(Report), Ended)
+    assert "1 0 a yes" in (node.folder / "0.log").read_text()
+    assert "1 1 a yes" in (node.folder / "1.log").read_text()
+
+
+def test_another_value_of_a_variable_that_was_read_needs_a_new_import(node: Node) -> None:
+    first = node.start_round(0)
+    node.until_logged("imported in advance")
+    early = children_of(node.process.pid) - set(first)
+    node.end_round(first)
+    (second,) = node.start_round(1, OPTION="b")
+    assert second not in early
+    assert "1 0 b yes" in node.finish(second)
+
+
+def test_a_changed_script_is_started_as_it_is_now(node: Node) -> None:
+    first = node.start_round(0)
+    node.until_logged("imported in advance")
+    node.end_round(first)
+    (node.folder / "train.py").write_text("import sys\nprint('library' in sys.modules)\nsys.exit(3)\n")
+    (second,) = node.start_round(1)
+    assert node.finish(second) == "1\nFalse\n"
+
+
+@pytest.mark.parametrize(
+    ("at_import", "reason"),
+    [
+        ("import threading\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()", "starts a thread"),
+        ("import subprocess\nCHILD = subprocess.Popen(['sleep', '60'])", "starts a process"),
+        ("import socket\nSOCKET = socket.socket()", "opens socket:"),
+        ("import ours", "imports ours, which is the user's"),
+        ("ALL = dict(os.environ)", "copies the whole environment"),
+        (
+            "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' and not os.path.exists('ended'): sys.exit(9)",
+            "SystemExit: 9",
+        ),
+    ],
+)
+def test_an_import_that_is_no_mere_import_is_left_to_the_script(node: Node, at_import: str, reason: str) -> None:
+    (node.folder / "ours.py").write_text("")
+    with (node.folder / "site-packages" / "library.py").open("a") as library:
+        library.write(at_import)
+    first = node.start_round(0)
+    node.until_logged(reason)
+    node.end_round(first)
+    (node.folder / "ended").touch()
+    (second,) = node.start_round(1)
+    assert node.finish(second).startswith("1\nthe library is imported\n1 0 a yes\n")
+
+
+def test_light_imports_are_not_worth_a_process(node: Node) -> None:
+    (node.folder / "train.py").write_text("import json, sys, time\ntime.sleep(60)\n")
+    first = node.start_round(0)
+    node.until_logged("the libraries at the top of the script take 0.00 s")
+    while children_of(node.process.pid) != set(first):
+        time.sleep(0.01)
+
+
+def test_early_workers_end_with_their_fork_server(node: Node) -> None:
+    first = node.start_round(0)
+    node.until_logged("imported in advance")
+    (early,) = children_of(node.process.pid) - set(first)
+    node.process.kill()
+    assert gone(early)

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from resihp.detector.hangs.culprits import Look
+from resihp.detector.offline.iteration_model import IterationModel
 from resihp.protocol.messages import Evaluated, StepOutcome, Stepped
 from resihp.scheduler.cost.profile import Profile
 
@@ -104,6 +105,14 @@ class PrintedCounter:
     losses: LossWatch = field(default_factory=LossWatch)
     is_finite: bool = True
     """Whether the last loss was finite, or none was printed."""
+    goal: int | None = None
+    """The last iteration of the script; None if not printed."""
+    caller: int | None = None
+    """Rank whose calls of `resihp.iteration` count, so that printed lines do not; None if no rank has called it."""
+    has_losses: bool = False
+    """Whether this rank has reported a loss."""
+    model: IterationModel | None = None
+    """Predicts the seconds of iterations with a known workload; None before the first."""
 
 
 @dataclass

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from resihp.executor.state.optimizer import AdamW
     from resihp.executor.trainer import Trainer
     from resihp.reporting.checkpoints import checkpointed
+    from resihp.reporting.iterations import iteration, section
 
     __version__: str
 
@@ -35,12 +36,16 @@ __all__ = [
     "UsageError",
     "__version__",
     "checkpointed",
+    "iteration",
+    "section",
 ]
 
 _LAZY = {
     "AdamW": "resihp.executor.state.optimizer",
     "Trainer": "resihp.executor.trainer",
     "checkpointed": "resihp.reporting.checkpoints",
+    "iteration": "resihp.reporting.iterations",
+    "section": "resihp.reporting.iterations",
 }
 
 

@@ -40,7 +40,9 @@ from resihp.protocol.script_messages import InspectWorkers as InspectWorkers
 from resihp.protocol.script_messages import Message as Message
 from resihp.protocol.script_messages import Printed as Printed
 from resihp.protocol.script_messages import PrintedFigures as PrintedFigures
+from resihp.protocol.script_messages import ScriptProgress as ScriptProgress
 from resihp.protocol.script_messages import ScriptSaved as ScriptSaved
+from resihp.protocol.script_messages import ScriptTotals as ScriptTotals
 from resihp.protocol.script_messages import WorkerLook as WorkerLook
 from resihp.protocol.script_messages import WorkersInspected as WorkersInspected
 
@@ -80,9 +82,9 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
     do."""
 
     @classmethod
-    def printed(cls, iteration: int, loss: float | None) -> StepOutcome:
-        """Return what is known of an iteration that a script has printed: an unknown loss is NaN, and so are the other
-        figures; counts are 0."""
+    def printed(cls, iteration: int, loss: float | None, tokens: int = 0, sum_squared_lengths: int = 0) -> StepOutcome:
+        """Return what is known of an iteration that a script has printed or reported: an unknown loss is NaN, and so
+        are the other figures; counts are 0."""
         return cls(
             iteration=iteration,
             clip=1.0,
@@ -90,16 +92,16 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
             learning_rate=math.nan,
             gradient_norm=math.nan,
             loss=math.nan if loss is None else loss,
-            tokens=0,
-            sum_squared_lengths=0,
+            tokens=tokens,
+            sum_squared_lengths=sum_squared_lengths,
             samples=0,
             samples_digest=NO_DIGEST,
         )
 
     @property
     def is_printed(self) -> bool:
-        """Whether the outcome is `printed`, so that only its iteration and perhaps its loss are known."""
-        return not self.tokens and self.samples_digest == NO_DIGEST
+        """Whether the outcome is `printed`, so that only its iteration, perhaps its loss and its tokens are known."""
+        return not self.samples and self.samples_digest == NO_DIGEST
 
     @property
     def loss_is_unknown(self) -> bool:
@@ -708,7 +710,7 @@ class WorkerBeat(msgspec.Struct, frozen=True, kw_only=True):
     `age_s` is the time in seconds since the worker's last heartbeat. `state` is the letter of the kernel's process
     state (R, S, D, T, Z). `progress` is None before the first heartbeat. `idle_s` is the time in seconds for which
     neither the process nor any of its children has used a CPU, waited for a disk or written output; None if a worker of
-    the node has sent `Declare`.
+    the node has sent `Declare`. `script` has the totals of a script, if they have changed since the last beat.
     """
 
     rank: int
@@ -716,15 +718,15 @@ class WorkerBeat(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     progress: Progress | None
     idle_s: float | None = None
+    script: ScriptTotals | None = None
 
 
 class Beat(Message, frozen=True, kw_only=True):
     """Heartbeat of an agent, sent once a second, with the progress of all its workers. So the cost grows with the
     number of nodes, not of devices.
 
-    `met` is true if no worker has sent `Declare` while a worker has listened at the `meeting_port`, or has connected
-    there after rank 0 had ended. This shows that the script creates its own process groups, as with torch.distributed's
-    `env://`.
+    `met` is true if no worker has sent `Declare` while a worker has listened at the `meeting_port`, has connected there
+    after rank 0 had ended, or has called `resihp.iteration`. The script then creates its own process groups, if any.
     """
 
     workers: tuple[WorkerBeat, ...]

@@ -22,13 +22,16 @@ class ScriptSaved(Message, frozen=True, kw_only=True):
     iteration: int | None = None
 
 
-class PrintedFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """An iteration that a script has printed as complete. `seconds`: duration of one iteration, a mean if lines were
-    combined; None if unknown. `loss`: None if not printed; may be NaN or infinite."""
+class PrintedFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An iteration that a script has printed or reported as complete. `seconds`: duration of one iteration, a mean if
+    several were combined; None if unknown. `loss`: None if not given; may be NaN or infinite. `tokens` and
+    `sum_squared_lengths`: of the iteration's global batch, 0 if not given."""
 
     iteration: int
     seconds: float | None = None
     loss: float | None = None
+    tokens: int = 0
+    sum_squared_lengths: int = 0
 
 
 class Printed(Message, frozen=True, kw_only=True):
@@ -36,12 +39,35 @@ class Printed(Message, frozen=True, kw_only=True):
 
     The agent reads rank 0 and the last rank, once a second. A script that prints more than
     `resihp.detector.console.condensing.MAX_FIGURES` iterations in this time has several of them combined. `goal`: last
-    iteration of the script; None if not printed.
+    iteration of the script; None if not printed. `called`: the rank has reported them with `resihp.iteration`.
     """
 
     rank: int
     figures: tuple[PrintedFigures, ...]
     goal: int | None = None
+    called: bool = False
+
+
+class ScriptTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """Totals of a process since its start, so that nothing is lost with a message (`resihp.iteration`,
+    `resihp.section`).
+
+    `iterations`: number of calls. `iteration`: number of the last one. `own_s`: seconds in sections, nested ones not
+    counted twice. `sections`: name, seconds and number of uses of each.
+    """
+
+    iterations: int
+    iteration: int
+    own_s: float
+    sections: tuple[tuple[str, float, int], ...] = ()
+
+
+class ScriptProgress(Message, frozen=True, kw_only=True):
+    """Report the totals of a process, to its agent only, at most about twice a second. `figures`: the iterations since
+    the last message; the agent passes them on for rank 0 and for the last rank."""
+
+    totals: ScriptTotals
+    figures: tuple[PrintedFigures, ...] = ()
 
 
 class WorkerLook(msgspec.Struct, frozen=True, kw_only=True):

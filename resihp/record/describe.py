@@ -72,7 +72,8 @@ def _failure(entry: journal.FailureFound) -> str:
     elif entry.ranks and entry.component == "node":
         cause = f"{cause}, {rank_list(entry.ranks)} lost"
     when = "slow since" if entry.kind == "fail-slow" else "noticed in"
-    onset = f", {when} iteration {entry.iteration}" if entry.epoch else ""  # epoch 0: there was no plan yet
+    is_dated = entry.epoch or entry.kind == "fail-slow"  # epoch 0: there was no plan yet
+    onset = f", {when} iteration {entry.iteration}" if is_dated else ""
     return f"failure {entry.failure}: {cause}{onset}"
 
 

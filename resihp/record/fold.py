@@ -334,6 +334,7 @@ def _speeds(record: JobRecord, entry: FailureFound | FailureEnded | ProbesTaken)
     match entry:
         case FailureFound():
             record.failures = max(record.failures, entry.failure)
+            record.slow_failures.add(entry.failure)
             if entry.speed is None:
                 return
             slow = Slow(

@@ -281,6 +281,8 @@ class JobRecord:
     diagnosed: list[Diagnosed] = field(default_factory=list)
     explained: dict[str, set[str]] = field(default_factory=dict)
     """Log lines that were used as evidence of failures, by node. They explain no later failure."""
+    slow_failures: set[int] = field(default_factory=set)
+    """Numbers of all verdicts of slowness, which no restart mends."""
     slow: dict[Device, Slow] = field(default_factory=dict)
     slow_links: dict[Link, Slow] = field(default_factory=dict)
     slow_job: Slow | None = None

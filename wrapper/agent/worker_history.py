@@ -111,6 +111,16 @@ class Worker:
     log_begin: int = 0
     """Size of the log when the worker was started; what is before is of an earlier round."""
     record: WorkerRecord = field(default_factory=WorkerRecord)
+    totals: m.ScriptTotals | None = None
+    """The last totals of a script that calls `resihp.iteration`."""
+    _totals_sent: m.ScriptTotals | None = None
+
+    def new_totals(self) -> m.ScriptTotals | None:
+        """Return the totals if they have changed since the last call; else None."""
+        if self.totals is self._totals_sent:
+            return None
+        self._totals_sent = self.totals
+        return self.totals
 
 
 def size_of(log: Path) -> int:

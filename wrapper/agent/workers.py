@@ -43,6 +43,7 @@ POLL_S = 0.01
 MEETING_MESSAGES = (m.Attend.__name__, m.Publish.__name__)
 
 _progress = msgspec.msgpack.Decoder(m.Progress)
+_script_progress = msgspec.msgpack.Decoder(m.ScriptProgress)
 _meetings: msgspec.msgpack.Decoder[m.MeetingMessage] = msgspec.msgpack.Decoder(m.MeetingMessage)
 
 
@@ -192,6 +193,7 @@ class Workers:
                     state=state_letter(worker.pid),
                     progress=worker.progress,
                     idle_s=None if self._declared else self.idleness.idle_s(worker.pid),
+                    script=worker.new_totals(),
                 )
                 for rank, worker in self._workers.items()
                 if worker.pid
@@ -263,6 +265,10 @@ class Workers:
             worker.beat_at = time.monotonic()
         elif label.type in MEETING_MESSAGES:
             self._rendezvous.receive(rank, decode(_meetings, body))
+        elif label.type == m.ScriptProgress.__name__:
+            report = decode(_script_progress, body)
+            worker.totals, self._met = report.totals, not self._declared
+            self._output.called(worker.start, report.figures)
         else:
             if label.type == m.Declare.__name__ and not self._declared:
                 self._declared = True

@@ -6,6 +6,7 @@ Called by `resihp run` before anything is started.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -21,6 +22,8 @@ from resihp.wrapper.config.run_spec import CHECKPOINT_PLACE, RESUME_VARIABLE, Pr
 from resihp.wrapper.launch.launcher import own_environment
 
 MAX_SCRIPT_BYTES = 1 << 20
+SCRIPT_CALLS = frozenset(("checkpointed", "iteration", "section", "reporting", "ResihpError", "__version__"))
+"""Names of resihp that a script with a training loop of its own may use."""
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 _HARMLESS = frozenset("uB")
 """Options of python that may be dropped: output is line-buffered anyway, and writing bytecode or not makes no
@@ -125,10 +128,19 @@ def _has_resihp(interpreter: str) -> bool:
     return done.returncode == 0
 
 
-def mentions_resihp(program: Program, cwd: str) -> bool:
-    """Return whether the text of a script, or of a module in the working directory, contains the word resihp. If not,
-    it is probably no script that trains with resihp.Trainer; it may still import a module that does."""
-    return b"resihp" in _text(program, cwd)
+def may_declare_model(program: Program, cwd: str) -> bool:
+    """Return whether a script, or a module in the working directory, may train with `resihp.Trainer`, by its text.
+
+    Comments, docstrings and the calls of scripts (`SCRIPT_CALLS`) do not count; any other use of resihp does, and so
+    does the word in a text that cannot be parsed. A script without it may still import a module that trains.
+    """
+    text = _text(program, cwd)
+    if b"resihp" not in text:
+        return False
+    try:
+        return _uses_trainer(ast.parse(text))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return True
 
 
 def takes_checkpoint(program: Program, cwd: str) -> bool:
@@ -149,3 +161,44 @@ def _text(program: Program, cwd: str) -> bytes:
             return file.read(MAX_SCRIPT_BYTES)
     except OSError:
         return b""
+
+
+def _uses_trainer(tree: ast.Module) -> bool:
+    """Return whether parsed code uses anything of resihp but `SCRIPT_CALLS`, or names it in a string that may be
+    executed."""
+    nodes = list(ast.walk(tree))
+    if any(_imports_more(node) for node in nodes):
+        return True
+    aliases = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names = {"resihp", *(alias.asname for alias in aliases if alias.name == "resihp" and alias.asname)}
+    harmless = {id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr in SCRIPT_CALLS}
+    harmless |= {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings
+    return any(_names_resihp(node, names) for node in nodes if id(node) not in harmless)
+
+
+def _imports_more(node: ast.AST) -> bool:
+    """Return whether a statement imports anything of resihp but `SCRIPT_CALLS`."""
+    match node:
+        case ast.Import():
+            return any(_is_ours(alias.name) and not _is_of_scripts(alias.name) for alias in node.names)
+        case ast.ImportFrom(module="resihp", level=0):
+            return not SCRIPT_CALLS.issuperset(alias.name for alias in node.names)
+        case ast.ImportFrom(module=str(module), level=0):
+            return _is_ours(module) and not _is_of_scripts(module)
+        case _:
+            return False
+
+
+def _names_resihp(node: ast.AST, names: set[str]) -> bool:
+    """Return whether an expression is one of these names of the module, or a string with its name."""
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str) and "resihp" in node.value
+    return isinstance(node, ast.Name) and node.id in names
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] == "resihp"
+
+
+def _is_of_scripts(module: str) -> bool:
+    return module == "resihp" or module.startswith("resihp.reporting")

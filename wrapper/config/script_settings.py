@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from resihp.wrapper.config.program import mentions_resihp, takes_checkpoint
+from resihp.wrapper.config.program import may_declare_model, takes_checkpoint
 from resihp.wrapper.config.run_spec import Program
 from resihp.wrapper.config.schema import Configuration
 
@@ -13,7 +13,7 @@ def script_settings(configuration: Configuration, program: Program, cwd: str) ->
     """Return the values of these settings, by name. `cwd`: the working directory of the script."""
     return {
         "declares": program.kind != "command",
-        "spares_wait": not mentions_resihp(program, cwd),
+        "spares_wait": not may_declare_model(program, cwd),
         "finds_checkpoints": bool(configuration.checkpoint.latest),
         "takes_checkpoint": takes_checkpoint(program, cwd),
         "idle_limit_s": configuration.job.idle_limit,

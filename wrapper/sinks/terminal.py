@@ -387,7 +387,7 @@ def iteration_line(entry: journal.IterationCommitted) -> str:
     parts = [f"iteration {outcome.iteration}"]
     if not outcome.loss_is_unknown:
         parts.append(f"loss {outcome.loss:.4f}")
-    if entry.seconds and not outcome.is_printed:
+    if entry.seconds and outcome.tokens:
         parts.append(f"{count(outcome.tokens / entry.seconds)} tokens/s")
     if entry.seconds:
         parts.append(duration(entry.seconds))

@@ -54,7 +54,7 @@ def have_met(job: Job) -> None:
         job.start.met = True
         job.say(
             "notice",
-            "its script makes process groups of its own: it is launched and watched; if a rank fails, all ranks are "
+            "its script has a training loop of its own: it is launched and watched; if a rank fails, all ranks are "
             "started again",
         )
 

@@ -10,7 +10,7 @@ from resihp.controller import iterations, startup, transition
 from resihp.controller.fail_stop import early_losses, endings, failures, last_to_leave, liveness, silence
 from resihp.controller.nodes import joins
 from resihp.controller.rounds import restarts
-from resihp.controller.scripts import script_checkpoints, script_hangs
+from resihp.controller.scripts import script_checkpoints, script_hangs, slow_ranks
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member, Node
 from resihp.controller.state.transitions import Transition
@@ -43,8 +43,7 @@ def beat(job: Job, event: api.AgentBeat) -> None:
             building = job.transition if job.transition and job.stage == "building" else None
             if building is not None and member.rank in building.asked:
                 job.progress_at = building.moved_at = job.now
-        member.beat = beat
-        member.beat_at = job.now
+        member.note_beat(beat, job.now)
         saving = beat.progress is not None and beat.progress.activity == "checkpoint"
         if beat.state in liveness.STOPPED_STATES or saving:
             job.still.add(member.rank)
@@ -91,6 +90,7 @@ def judge_start(job: Job) -> None:
     if job.runs_script:
         script_hangs.judge(job)
         script_checkpoints.watch(job)
+        slow_ranks.judge(job)
 
 
 def judge_absent(job: Job) -> None:

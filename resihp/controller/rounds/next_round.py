@@ -2,8 +2,8 @@
 
 A round needs whole nodes, because scripts expect the same number of processes on each. The nodes of the round before it
 stay in their order, so that most ranks return to their place; standby nodes fill gaps. A node with a dead device is
-never used. A node on which processes have failed again and again is left out if the others are enough. Pure; called by
-`restarts`.
+never used. A node on which processes have failed again and again is left out if the others are enough. A node with a
+slow device is left out if the others are enough, and train at least as fast without it. Pure; called by `restarts`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ def nodes_of(job: Job) -> tuple[str, ...]:
     reliable = [name for name in candidates if not _is_unreliable(job, name)]
     least = settings.nodes_least
     chosen = reliable if len(reliable) >= least else candidates
-    count = min(len(chosen), settings.nodes - settings.spares if settings.spares_wait else settings.nodes)
-    while count >= max(1, least) and not _fits(job, count):
-        count -= 1
-    return tuple(chosen[:count]) if count >= max(1, least) else ()
+    return tuple(_without_slow(job, chosen))
 
 
 def shortage(job: Job) -> str:
@@ -48,7 +45,24 @@ def _is_unreliable(job: Job, name: str) -> bool:
     return max(failures, default=0) > job.settings.come_backs
 
 
-def _fits(job: Job, count: int) -> bool:
-    """Return whether the devices of so many nodes make whole replicas."""
+def _without_slow(job: Job, names: list[str]) -> list[str]:
+    """Return the nodes of a round; without those that have a slow device, if the others are enough and the loss of
+    nodes costs no more than the slow devices, for which all others wait."""
+    slow = job.record.slow
+    slow_nodes = {name for name, _ in slow}
+    present, healthy = (
+        _whole_replicas(job, names),
+        _whole_replicas(job, [name for name in names if name not in slow_nodes]),
+    )
+    speed = min((verdict.speed for (name, _), verdict in slow.items() if name in present), default=1.0)
+    return healthy if healthy and len(healthy) >= speed * len(present) else present
+
+
+def _whole_replicas(job: Job, names: list[str]) -> list[str]:
+    """Return the first nodes that make whole replicas, as many as a round may have; none if these are too few."""
     settings = job.settings
-    return count * settings.gpus_per_node % (settings.tp * settings.pp) == 0
+    least = max(1, settings.nodes_least)
+    count = min(len(names), settings.nodes - settings.spares if settings.spares_wait else settings.nodes)
+    while count >= least and count * settings.gpus_per_node % (settings.tp * settings.pp):
+        count -= 1
+    return names[:count] if count >= least else []

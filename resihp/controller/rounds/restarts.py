@@ -197,7 +197,12 @@ def _start(job: Job, nodes: tuple[str, ...], ended_since: float) -> None:
     reached = job.counter.iteration if job.counter.at >= job.start.ordered_at else 0
     checkpoint = script_checkpoints.choose(job, job.record.restart, reached)
     devices = [(name, device) for name in nodes for device in range(job.settings.gpus_per_node)]
-    job.start = Beginning(met=True, hang=job.start.hang.of_next_round(), restarted=ended_since)
+    job.start = Beginning(
+        met=True,
+        hang=job.start.hang.of_next_round(),
+        own_work=job.start.own_work.of_next_round(len(devices)),
+        restarted=ended_since,
+    )
     job.errors.clear()
     job.signalled.clear()
     job.starting.clear()

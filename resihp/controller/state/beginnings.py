@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from resihp.controller.interface import AnyEvent
-from resihp.controller.state.iterations import HangWatch
+from resihp.controller.state.iterations import HangWatch, OwnWork
 from resihp.protocol.messages import Clue, Inventory
 from resihp.record.state import HowLost
 
@@ -45,7 +45,8 @@ class Beginning:
     """Texts of errors and exits that were already reported. If many ranks end in the same way, only the first is
     reported."""
     met: bool = False
-    """Whether ranks have created process groups of their own, without declaring a model (`messages.Beat`)."""
+    """Whether ranks have created process groups of their own, or reported iterations, without declaring a model
+    (`messages.Beat`)."""
     last_since: tuple[int, float] | None = None
     """(number, time): the number of processes that have ended, all of them successfully, and the time since which it is
     this number. None while no process is running, or any has failed."""
@@ -57,6 +58,7 @@ class Beginning:
     """Time at which the round before was ordered to end; None if this is the first round, or not known after a
     take-over."""
     hang: HangWatch = field(default_factory=HangWatch)
+    own_work: OwnWork = field(default_factory=OwnWork)
     examined: bool = False
     """Whether all devices and links have been probed."""
 

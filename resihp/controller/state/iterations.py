@@ -7,7 +7,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from resihp.detector.hangs.culprits import Look
-from resihp.protocol.messages import Evaluated, StepOutcome, Stepped
+from resihp.detector.offline.iteration_model import IterationModel
+from resihp.detector.own_seconds import OwnSeconds
+from resihp.protocol.messages import Evaluated, ScriptTotals, StepOutcome, Stepped
 from resihp.scheduler.cost.profile import Profile
 
 
@@ -104,6 +106,14 @@ class PrintedCounter:
     losses: LossWatch = field(default_factory=LossWatch)
     is_finite: bool = True
     """Whether the last loss was finite, or none was printed."""
+    goal: int | None = None
+    """The last iteration of the script; None if not printed."""
+    caller: int | None = None
+    """Rank whose calls of `resihp.iteration` count, so that printed lines do not; None if no rank has called it."""
+    has_losses: bool = False
+    """Whether this rank has reported a loss."""
+    model: IterationModel | None = None
+    """Predicts the seconds of iterations with a known workload; None before the first."""
 
 
 @dataclass
@@ -139,6 +149,24 @@ class HangWatch:
     def of_next_round(self) -> HangWatch:
         """Return the watch of the next round, which keeps the known gaps."""
         return HangWatch(gaps_s=self.gaps_s, longest_s=self.longest_s)
+
+
+@dataclass
+class OwnWork:
+    """The ranks' own work in a script that measures it (`scripts.slow_ranks`)."""
+
+    before: dict[int, ScriptTotals] = field(default_factory=dict)
+    """Totals of each rank at the beginning of the present window."""
+    began_at: float = 0.0
+    """Time at which the present window began."""
+    seconds: OwnSeconds = field(default_factory=OwnSeconds)
+
+    def of_next_round(self, ranks: int) -> OwnWork:
+        """Return the state of the next round, which keeps what is usual if it has as many ranks."""
+        if self.seconds.ranks != ranks:
+            return OwnWork()
+        self.seconds.begin_round()
+        return OwnWork(seconds=self.seconds)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from resihp.detector.diagnosis.diagnosis import Diagnosis
 from resihp.detector.diagnosis.reports import Report
-from resihp.protocol.messages import Clue, Declare, Raised, WorkerBeat
+from resihp.protocol.messages import Clue, Declare, Raised, ScriptTotals, WorkerBeat
 from resihp.record.state import KnownNode, KnownWorker
 
 
@@ -67,6 +67,8 @@ class Member:
     stepped: int = 0
     beat: WorkerBeat | None = None
     beat_at: float = 0.0
+    totals: ScriptTotals | None = None
+    """What a script has reported with `resihp.iteration` and `resihp.section`; None if it calls neither."""
     progress_at: float = 0.0
     exit_status: int | None = None
     clues: tuple[Clue, ...] = ()
@@ -106,3 +108,9 @@ class Member:
         """Whether it may be given work and has to answer orders: it is alive, has declared the job's model, and was not
         turned away."""
         return self.known.alive and self.declared is not None
+
+    def note_beat(self, beat: WorkerBeat, at: float) -> None:
+        """Note a heartbeat. One without totals of a script leaves those of the beat before."""
+        self.beat, self.beat_at = beat, at
+        if beat.script is not None:
+            self.totals = beat.script

@@ -267,6 +267,36 @@ def test_whether_ranks_have_met_is_looked_for_where_rank_0_is(job: Job, rank: in
     play(job, scene)
 
 
+CALLER = """
+import time
+import resihp
+for i in range(1, 4):
+    with resihp.section("forward"):
+        time.sleep(0.001)
+    resihp.iteration(i, loss=2.0)
+    time.sleep(0.6)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_totals_of_a_script_come_with_heartbeats_and_single_iterations_of_two_ranks(job: Job, rank: int) -> None:
+    async def scene(supervisor: PretendedSupervisor) -> None:
+        supervisor.order(spawn(rank, 3))
+        await supervisor.until(lambda: supervisor.of(m.Exited))
+        totals = [worker.script for beat in supervisor.beats for worker in beat.workers]
+        assert [own for own in totals if own] == sorted((own for own in totals if own), key=lambda own: own.iteration)
+        heard = next(own for own in totals if own)
+        assert heard.own_s >= 0.001 * heard.iterations
+        assert [name for name, _, _ in heard.sections] == ["forward"]
+        assert any(beat.met for beat in supervisor.beats), "it declares no model"
+        assert not supervisor.of(m.FromWorker)
+        reports = supervisor.of(m.Printed)
+        assert [f.iteration for report in reports for f in report.figures] == ([1, 2, 3] if rank == 0 else [])
+        assert all(report.called for report in reports)
+
+    play(job, scene, CALLER)
+
+
 def test_newcomers_get_ranks_of_their_own_and_logs_of_their_own(job: Job) -> None:
     async def scene(supervisor: PretendedSupervisor) -> None:
         supervisor.order(spawn(0, 1))

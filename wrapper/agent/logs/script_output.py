@@ -1,4 +1,5 @@
-"""Reads the iterations of a script that does not report to resihp from the logs of its rank 0 and of its last rank.
+"""Reads the iterations of a script that does not report to resihp from the logs of its rank 0 and of its last rank, and
+passes on those that these ranks report with `resihp.iteration`.
 
 `LogTail` reads what is new in one log; `ScriptOutput` does so for the processes of one agent, in a thread of its own,
 because the logs may be on a file system that hangs. It reads once a second, with the heartbeat, and once more when a
@@ -105,6 +106,11 @@ class ScriptOutput:
         it was started."""
         if not self._closed and start.rank in (0, start.world_size - 1):
             self._followed[start.rank] = _Followed(start.rank, LogTail(log, begin), self._pattern)
+
+    def called(self, start: m.Start, figures: tuple[m.PrintedFigures, ...]) -> None:
+        """Pass on the iterations that a process has reported itself, if its rank is the first or the last one."""
+        if not self._closed and start.rank in (0, start.world_size - 1):
+            self._send(m.Printed(rank=start.rank, figures=figures, called=True))
 
     def follows(self, rank: int) -> bool:
         return rank in self._followed

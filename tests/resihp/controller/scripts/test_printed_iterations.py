@@ -157,3 +157,60 @@ def test_a_script_that_mentions_resihp_has_no_printed_iterations_before_its_rank
     job.feed(api.AgentBeat(node="n1", beat=m.Beat(workers=(), met=True)))
     prints(job, 1, 2)
     assert committed(job) == [1, 2]
+
+
+# --- resihp.iteration ------------------------------------------------------------------------------------------------
+
+
+def calls(
+    job: Start, *iterations: int, rank: int = 0, loss: float | None = 2.5, tokens: int = 0, seconds: float = 0.5
+) -> None:
+    figures = tuple(
+        m.PrintedFigures(
+            iteration=i, seconds=seconds, loss=loss, tokens=tokens, sum_squared_lengths=tokens * tokens // 8
+        )
+        for i in iterations
+    )
+    job.feed(api.WorkerPrinted(printed=m.Printed(rank=rank, figures=figures, called=True)), 1.0)
+
+
+def test_once_a_rank_reports_its_iterations_printed_lines_give_only_the_goal() -> None:
+    job = script()
+    prints(job, 1, 2, goal=None)
+    calls(job, 3)
+    prints(job, 40, 41, goal=60)
+    for i in range(4, 40):
+        calls(job, i)
+    assert committed(job) == list(range(1, 40))
+    assert fold(job.journal).goal == 60
+
+
+def test_calls_are_heard_before_it_is_known_that_a_script_declares_no_model() -> None:
+    job = script(spares_wait=False)
+    prints(job, 1, 2)
+    assert not committed(job)
+    calls(job, 1, 2)
+    assert committed(job) == [1, 2]
+
+
+def test_the_calls_of_a_rank_that_reports_losses_count() -> None:
+    job = script()
+    for i in range(1, 6):
+        calls(job, i, loss=None)
+        calls(job, i, rank=3, loss=1.0 + i)
+    assert committed(job) == [1, 2, 3, 4, 5]
+    losses = [entry.outcome.loss for entry in job.all(IterationCommitted)]
+    assert losses[1:] == [3.0, 4.0, 5.0, 6.0]
+
+
+def test_tokens_are_recorded_and_predict_the_time_of_an_iteration() -> None:
+    job = script()
+    for i in range(1, 101):
+        tokens = 1000 + 100 * (i % 10)
+        calls(job, i, tokens=tokens, seconds=0.1 + 2e-4 * tokens)
+    last = job.all(IterationCommitted)[-2]
+    assert (last.outcome.tokens, last.outcome.sum_squared_lengths) == (1900, 1900 * 1900 // 8)
+    assert last.predicted_seconds == pytest.approx(last.seconds, rel=0.03)
+    assert not last.outcome.samples
+    calls(job, 101, loss=None, tokens=5)
+    assert job.all(IterationCommitted)[-1].outcome.loss_is_unknown

@@ -60,7 +60,7 @@ PLACES = ("forward", "backward", "optimizer", "evaluation", "save")
 PLACES_OF_COLLECTIVES = ("forward", "evaluation", "save")
 WORLD, HANGS_PER_JOB = 4, 5
 HANG_LIMIT_S, IDLE_LIMIT_S = 10, 60
-JOB_TIMEOUT_S = 900
+JOB_TIMEOUT_S = 3600
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from typing import Any
 
@@ -264,13 +265,21 @@ def test_never_means_never() -> None:
     assert not any(isinstance(action, api.LookAtWorkers) for action in job.actions)
 
 
-def test_nobody_is_blamed_in_2000_iterations_with_evaluations() -> None:
+@pytest.mark.parametrize("seed", range(5))
+def test_nobody_is_blamed_in_2000_iterations_with_pauses(seed: int) -> None:
+    """Evaluations and slow checkpoints of one rank, and compilations of all."""
+    draw = random.Random(seed)
     job = printing()
-    for number in range(100):
+    for _ in range(100):
         job.prints(20)
-        if number % 5 == 0:
-            job.stacks = dict.fromkeys(range(4), SAVES)
-            job.passes(120 if number else 80)
-            job.stacks = {}
+        working = draw.choice([(draw.randrange(4),), tuple(range(4))])
+        job.idle_s = {rank: 0.0 if rank in working else 5000.0 for rank in range(4)}
+        for number in range(draw.choice([0, 0, 1, 6, 25])):
+            functions = draw.choice([("save",), ("evaluate", "forward"), ("compile",)])
+            stack = tuple((SCRIPT, 100 + number, f"{name}_{number % 5}") for name in functions)
+            job.stacks = dict.fromkeys(working, stack)
+            job.passes(10)
+        job.stacks, job.idle_s = {}, {}
     assert job.killed == []
     assert job.all(FailureFound) == []
+    assert job.all(RestartDecided) == []

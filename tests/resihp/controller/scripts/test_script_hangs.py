@@ -26,7 +26,8 @@ SAVES = ((SCRIPT, 52, "save"),)
 
 
 class Printing(Script):
-    """A script that prints an iteration each second, until it hangs. `stacks`: what its processes are at, by rank."""
+    """A script that prints an iteration each second, until it hangs. `stacks`: what its processes are at, by rank.
+    `is_late`: ranks whose end is reported a moment after the kill."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(slurm=False, **settings)
@@ -34,6 +35,8 @@ class Printing(Script):
         self.states: dict[int, str] = {}
         self.idle_s: dict[int, float] = {}
         self.iteration = 0
+        self.is_late: set[int] = set()
+        self.exits: list[api.WorkerExited] = []
 
     def prints(self, count: int, every_s: float = 1.0) -> None:
         for _ in range(count):
@@ -45,6 +48,7 @@ class Printing(Script):
     def passes(self, seconds: float) -> None:
         """Let time pass; agents answer inspections."""
         for _ in range(max(1, round(seconds))):
+            exits, self.exits = self.exits, []
             for name, node in self.controller.job.nodes.items():
                 if node.alive:
                     ranks = [
@@ -56,6 +60,8 @@ class Printing(Script):
                     )
                     self.feed(api.AgentBeat(node=name, beat=m.Beat(workers=beats)), 0.0)
             self.feed(api.Tick(), min(1.0, seconds))
+            for exited in exits:
+                self.feed(exited)
             self.obey()
 
     def obey(self) -> None:
@@ -73,7 +79,11 @@ class Printing(Script):
                 self.feed(api.WorkersSeen(node=action.node, looks=looks))
             elif isinstance(action, api.SignalWorker):
                 self.obeyed += 1
-                self.feed(api.WorkerExited(rank=action.rank, status=-action.signal))
+                exited = api.WorkerExited(rank=action.rank, status=-action.signal)
+                if action.rank in self.is_late:
+                    self.exits.append(exited)
+                else:
+                    self.feed(exited)
             else:
                 before = self.obeyed
                 super().obey_one()
@@ -161,6 +171,16 @@ def test_of_two_ranks_that_hang_both_are_named_though_one_is_known_to_be_idle_la
     job.passes(20)
     assert job.killed == [1, 2]
     assert sorted(failure.ranks for failure in job.all(FailureFound)) == [(1,), (2,)]
+
+
+def test_of_two_ranks_that_hang_both_are_named_though_one_takes_longer_to_die() -> None:
+    job = printing()
+    job.states = {1: "T", 3: "T"}
+    job.is_late = {3}
+    job.passes(215)
+    assert job.killed == [1, 3]
+    assert len(job.all(RestartDecided)) == 1
+    assert sorted(failure.ranks for failure in job.all(FailureFound)) == [(1,), (3,)]
 
 
 def test_a_rank_that_waits_for_a_file_of_a_rank_at_work_is_left_alone() -> None:

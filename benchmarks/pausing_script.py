@@ -1,8 +1,9 @@
 """A healthy DDP script with pauses far longer than its iterations: the healthy script of `benchmarks.hangs`.
 
-`python pausing_script.py ITERATIONS SEED`. Every 250th iteration is followed by one of, in turn: an evaluation of rank 0, or of
-all ranks in turn, while the others wait; a checkpoint written slowly by one rank; a compilation on one rank, in its
-process or by a child of it; data that a reader process prepares for long; a rank that reads a large file slowly.
+`python pausing_script.py ITERATIONS SEED`. Every 250th iteration is followed by one of these, in turn: an evaluation of
+one rank, or of all ranks one after the other, while the others wait; a checkpoint written slowly by one rank; a
+compilation on one rank, in its process or by a child of it; data that a reader process prepares for long; a rank that
+reads a large file slowly.
 """
 
 import os

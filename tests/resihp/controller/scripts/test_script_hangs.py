@@ -45,6 +45,14 @@ class Printing(Script):
             figures = m.PrintedFigures(iteration=self.iteration, seconds=every_s, loss=1.0)
             self.feed(api.WorkerPrinted(printed=m.Printed(rank=0, figures=(figures,))))
 
+    def prints_at_once(self, count: int) -> None:
+        """Iterations of one second."""
+        self.passes(1.0)
+        numbers = range(self.iteration + 1, self.iteration + count + 1)
+        figures = tuple(m.PrintedFigures(iteration=number, seconds=1.0 / count, loss=1.0) for number in numbers)
+        self.iteration += count
+        self.feed(api.WorkerPrinted(printed=m.Printed(rank=0, figures=figures)))
+
     def passes(self, seconds: float) -> None:
         """Let time pass; agents answer inspections."""
         for _ in range(max(1, round(seconds))):
@@ -252,6 +260,17 @@ def test_before_the_first_iterations_nobody_is_blamed() -> None:
     job.stacks[1], job.idle_s = LOADER, {1: 1000.0}
     job.passes(1000)
     assert job.killed == []
+
+
+def test_short_iterations_are_known_after_two_seconds() -> None:
+    job = Printing()
+    job.begin()
+    job.prints_at_once(10)
+    job.prints_at_once(10)
+    job.stacks[1], job.idle_s = LOADER, {1: 1000.0}
+    job.passes(220)
+    assert job.killed == [1]
+    assert any("usually 0.1 s: looking at the stacks" in text for text in job.texts)
 
 
 def test_after_a_restart_the_first_iteration_has_the_start_budget() -> None:

@@ -59,8 +59,10 @@ MISMATCHED_KINDS = ("all_gather", "scatter", "broadcast", "recv", "objects", "as
 PLACES = ("forward", "backward", "optimizer", "evaluation", "save")
 PLACES_OF_COLLECTIVES = ("forward", "evaluation", "save")
 WORLD, HANGS_PER_JOB = 4, 5
+HEALTHY_ITERATIONS = 500
+"""Iterations of a healthy job. Only its first long pause is inspected: later ones are no longer unusual."""
 HANG_LIMIT_S, IDLE_LIMIT_S = 10, 60
-JOB_TIMEOUT_S = 900
+JOB_TIMEOUT_S = 3600
 
 
 @dataclass(frozen=True)
@@ -245,16 +247,17 @@ def print_findings(folder: Path, first: int, count: int, jobs: int, kind: str | 
 
 
 def print_healthy(folder: Path, iterations: int, jobs: int) -> None:
-    share = iterations // jobs
     script = str(FOLDER / "pausing_script.py")
+    numbers = range(iterations // HEALTHY_ITERATIONS)
     with ThreadPoolExecutor(jobs) as pool:
-        runs = pool.map(lambda number: run(folder / str(number), script, str(share), str(number)), range(jobs))
+        runs = pool.map(lambda number: run(folder / str(number), script, str(HEALTHY_ITERATIONS), str(number)), numbers)
         for number, done in enumerate(runs):
             looks = len(re.findall("looking at the stacks", done.output))
             printed = len(re.findall(r"^iteration \d+/", done.output, re.MULTILINE))
+            causes = [row["cause"] for row in done.failures]
             print(
                 f"job {number}: exit code {done.exit_code}, {printed} iterations, {looks} pauses inspected, "
-                f"{len(done.failures)} failures {[row['cause'] for row in done.failures]}",
+                f"failures: {causes or 'none'}",
                 flush=True,
             )
 

@@ -1,8 +1,9 @@
 """A healthy DDP script with pauses far longer than its iterations: the healthy script of `benchmarks.hangs`.
 
-`python pausing_script.py ITERATIONS SEED`. Every 250th iteration is followed by one of: an evaluation of rank 0, or of
-all ranks in turn, while the others wait; a checkpoint written slowly by one rank; a compilation on one rank, in its
-process or by a child of it; data that a reader process prepares for long; a rank that reads a large file slowly.
+`python pausing_script.py ITERATIONS SEED`. Every 250th iteration is followed by one of these, in turn: an evaluation of
+one rank, or of all ranks one after the other, while the others wait; a checkpoint written slowly by one rank; a
+compilation on one rank, in its process or by a child of it; data that a reader process prepares for long; a rank that
+reads a large file slowly.
 """
 
 import os
@@ -126,7 +127,7 @@ for iteration in range(1, ITERATIONS + 1):
     if rank == 0:
         print(f"iteration {iteration}/{ITERATIONS} loss {total.item() / world:.4f}", flush=True)
     time.sleep(0.01)
-    pause, chosen, seconds = draw.choice(PAUSES), draw.randrange(world), draw.uniform(15, 45)
     if iteration % PAUSE_EVERY == 0:
-        pause(seconds)
+        chosen, seconds = draw.randrange(world), draw.uniform(25, 45)
+        PAUSES[(int(sys.argv[2]) + iteration // PAUSE_EVERY) % len(PAUSES)](seconds)
 dist.destroy_process_group()

@@ -426,8 +426,9 @@ class Reconfigured(Entry, frozen=True, kw_only=True):
     `planning_s`: the part of `plan_s` before any rank could be told the plan; None in legacy journals, or if not
     measured.
 
-    Also the restart of a script that does not report to resihp, `is_restart`: `epoch` is then the number of the restart, `action` is
-    "redo", `park_s` the time until its processes had ended, and `first_iteration_s` that until it printed an iteration.
+    Also the restart of a script that does not declare a model, `is_restart`: `epoch` is then the number of the restart,
+    `action` is "redo", `park_s` the time until its processes had ended, and `first_iteration_s` that until it printed
+    an iteration.
     """
 
     epoch: int

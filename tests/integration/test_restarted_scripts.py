@@ -185,3 +185,31 @@ def test_on_slurm_a_node_dies_and_the_job_goes_on_in_its_allocation(cluster: Mak
     assert re.search(r"restart 1: 4 ranks from step [1-9]", told)
     (failure,) = desk.rows("failures", job)
     assert (failure["component"], failure["node"]) == ("node", "n3")
+
+
+def test_on_slurm_a_replacement_takes_the_place_of_a_dead_node(cluster: MakeCluster) -> None:
+    desk = Desk(cluster(nodes=3, gpus=2))
+    (desk.folder / "train.py").write_text(SCRIPT)
+    script = (
+        "#!/bin/bash\n#SBATCH --no-kill\nexport RESIHP_SLURM__REPLACEMENTS=1\n"
+        "exec resihp run --nnodes 2 train.py 200 plain\n"
+    )
+    options = [
+        "--nodes=2",
+        "--gpus-per-node=2",
+        "--exclusive",
+        "--output=%x-%j.out",
+        "--time=60",
+    ]  # a replacement is requested only if enough time is left
+    job = desk.sbatch(script, *options)
+    desk.until(lambda: "step 20 of 200" in desk.output(job), job)
+    desk.cluster.kill_node("n2")
+    assert desk.wait(job) == ("COMPLETED", "0:0"), desk.output(job)
+    told = desk.output(job)
+    assert re.search(r"restart 1: 4 ranks from step [1-9]", told)
+    assert "restart 1: 4 ranks on n1, n3" in told
+    (failure,) = desk.rows("failures", job)
+    assert (failure["component"], failure["node"]) == ("node", "n2")
+    (replacement,) = desk.rows("replacements", job)
+    assert (replacement["instead"], replacement["node"]) == ("n2", "n3")
+    assert desk.status(job)["exit_code"] == 0, "sacct and the job's own record agree"

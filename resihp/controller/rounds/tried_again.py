@@ -20,11 +20,12 @@ RESTART_GRACE_S = 1.0
 
 def grace_s(job: Job, failed: Sequence[int]) -> float:
     """Return how long to wait for other ranks to fail as these `failed` ranks have. If the script can be started again
-    and one of them was killed, there is nothing to wait for."""
+    and one of them was killed, there is nothing to wait for but the end of others that resihp kills as well."""
     if restarts.obstacle(job, ""):
         return GRACE_S
     killed = any(rank in job.members and own_causes.was_killed(job.members[rank]) for rank in failed)
-    return 0.0 if killed else RESTART_GRACE_S
+    is_killing = any(job.members[rank].fenced for rank in job.live)
+    return 0.0 if killed and not is_killing else RESTART_GRACE_S
 
 
 def begin(job: Job, ranks: Sequence[int], reason: str) -> bool:

@@ -45,7 +45,7 @@ def printed(job: Job, report: m.Printed) -> None:
         if figures.iteration > 0:
             _take(job, report, figures)
     if (job.counter.at, job.counter.iteration) != before:
-        script_hangs.note_iteration(job, before[0])
+        script_hangs.note_iteration(job, *before)
     _judge_recovery(job)
 
 

@@ -213,10 +213,12 @@ def _paragraph(ranks: Iterable[int], state: str, calls: tuple[str, ...]) -> str:
     return "\n".join((f"{rank_list(tuple(ranks))}{stopped}:", *(f"  {call}" for call in calls)))
 
 
-def note_iteration(job: Job, before_at: float) -> None:
-    """Note that iterations were printed. `before_at`: when the ones before them were."""
+def note_iteration(job: Job, before_at: float, before: int) -> None:
+    """Note that iterations were printed. `before_at`, `before`: time and number of the last one before them. Those of
+    one second arrive together."""
     watch = job.start.hang
     if watch.is_begun:
-        watch.gaps_s.append(job.now - before_at)
-        watch.longest_s = max(watch.longest_s, job.now - before_at)
+        gap_s, count = job.now - before_at, max(1, job.counter.iteration - before)
+        watch.gaps_s.extend([gap_s / count] * min(count, MIN_GAPS))
+        watch.longest_s = max(watch.longest_s, gap_s)
     watch.is_begun = True

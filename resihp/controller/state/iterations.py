@@ -121,7 +121,7 @@ class HangWatch:
     """The inspection of a script without new iterations (`scripts.script_hangs`)."""
 
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=50))
-    """Seconds between the arrivals of the latest printed iterations."""
+    """Seconds between the latest printed iterations."""
     longest_s: float = 0.0
     """The longest gap so far."""
     is_begun: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from typing import Any
 
@@ -25,7 +26,8 @@ SAVES = ((SCRIPT, 52, "save"),)
 
 
 class Printing(Script):
-    """A script that prints an iteration each second, until it hangs. `stacks`: what its processes are at, by rank."""
+    """A script that prints an iteration each second, until it hangs. `stacks`: what its processes are at, by rank.
+    `is_late`: ranks whose end is reported a moment after the kill."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(slurm=False, **settings)
@@ -33,6 +35,8 @@ class Printing(Script):
         self.states: dict[int, str] = {}
         self.idle_s: dict[int, float] = {}
         self.iteration = 0
+        self.is_late: set[int] = set()
+        self.exits: list[api.WorkerExited] = []
 
     def prints(self, count: int, every_s: float = 1.0) -> None:
         for _ in range(count):
@@ -41,9 +45,18 @@ class Printing(Script):
             figures = m.PrintedFigures(iteration=self.iteration, seconds=every_s, loss=1.0)
             self.feed(api.WorkerPrinted(printed=m.Printed(rank=0, figures=(figures,))))
 
+    def prints_at_once(self, count: int) -> None:
+        """Iterations of one second."""
+        self.passes(1.0)
+        numbers = range(self.iteration + 1, self.iteration + count + 1)
+        figures = tuple(m.PrintedFigures(iteration=number, seconds=1.0 / count, loss=1.0) for number in numbers)
+        self.iteration += count
+        self.feed(api.WorkerPrinted(printed=m.Printed(rank=0, figures=figures)))
+
     def passes(self, seconds: float) -> None:
         """Let time pass; agents answer inspections."""
         for _ in range(max(1, round(seconds))):
+            exits, self.exits = self.exits, []
             for name, node in self.controller.job.nodes.items():
                 if node.alive:
                     ranks = [
@@ -55,6 +68,8 @@ class Printing(Script):
                     )
                     self.feed(api.AgentBeat(node=name, beat=m.Beat(workers=beats)), 0.0)
             self.feed(api.Tick(), min(1.0, seconds))
+            for exited in exits:
+                self.feed(exited)
             self.obey()
 
     def obey(self) -> None:
@@ -73,7 +88,11 @@ class Printing(Script):
                 self.feed(api.WorkersSeen(node=action.node, looks=looks, nccl=nccl))
             elif isinstance(action, api.SignalWorker):
                 self.obeyed += 1
-                self.feed(api.WorkerExited(rank=action.rank, status=-action.signal))
+                exited = api.WorkerExited(rank=action.rank, status=-action.signal)
+                if action.rank in self.is_late:
+                    self.exits.append(exited)
+                else:
+                    self.feed(exited)
             else:
                 before = self.obeyed
                 super().obey_one()
@@ -173,6 +192,16 @@ def test_of_two_ranks_that_hang_both_are_named_though_one_is_known_to_be_idle_la
     assert sorted(failure.ranks for failure in job.all(FailureFound)) == [(1,), (2,)]
 
 
+def test_of_two_ranks_that_hang_both_are_named_though_one_takes_longer_to_die() -> None:
+    job = printing()
+    job.states = {1: "T", 3: "T"}
+    job.is_late = {3}
+    job.passes(215)
+    assert job.killed == [1, 3]
+    assert len(job.all(RestartDecided)) == 1
+    assert sorted(failure.ranks for failure in job.all(FailureFound)) == [(1,), (3,)]
+
+
 def test_a_rank_that_waits_for_a_file_of_a_rank_at_work_is_left_alone() -> None:
     """Rank 0 prepares the data, rank 1 sleeps until they are there, the others wait in a collective for both."""
     job = printing()
@@ -244,6 +273,17 @@ def test_before_the_first_iterations_nobody_is_blamed() -> None:
     assert job.killed == []
 
 
+def test_short_iterations_are_known_after_two_seconds() -> None:
+    job = Printing()
+    job.begin()
+    job.prints_at_once(10)
+    job.prints_at_once(10)
+    job.stacks[1], job.idle_s = LOADER, {1: 1000.0}
+    job.passes(220)
+    assert job.killed == [1]
+    assert any("usually 0.1 s: looking at the stacks" in text for text in job.texts)
+
+
 def test_after_a_restart_the_first_iteration_has_the_start_budget() -> None:
     job = printing()
     job.kill(3)
@@ -275,13 +315,21 @@ def test_never_means_never() -> None:
     assert not any(isinstance(action, api.LookAtWorkers) for action in job.actions)
 
 
-def test_nobody_is_blamed_in_2000_iterations_with_evaluations() -> None:
+@pytest.mark.parametrize("seed", range(5))
+def test_nobody_is_blamed_in_2000_iterations_with_pauses(seed: int) -> None:
+    """Evaluations and slow checkpoints of one rank, and compilations of all."""
+    draw = random.Random(seed)
     job = printing()
-    for number in range(100):
+    for _ in range(100):
         job.prints(20)
-        if number % 5 == 0:
-            job.stacks = dict.fromkeys(range(4), SAVES)
-            job.passes(120 if number else 80)
-            job.stacks = {}
+        working = draw.choice([(draw.randrange(4),), tuple(range(4))])
+        job.idle_s = {rank: 0.0 if rank in working else 5000.0 for rank in range(4)}
+        for number in range(draw.choice([0, 0, 1, 6, 25])):
+            functions = draw.choice([("save",), ("evaluate", "forward"), ("compile",)])
+            stack = tuple((SCRIPT, 100 + number, f"{name}_{number % 5}") for name in functions)
+            job.stacks = dict.fromkeys(working, stack)
+            job.passes(10)
+        job.stacks, job.idle_s = {}, {}
     assert job.killed == []
     assert job.all(FailureFound) == []
+    assert job.all(RestartDecided) == []

@@ -357,12 +357,10 @@ def _end_for(job: Job, failed: list[int]) -> None:
     plain = not job.has_declared
     failures.explain_early(job)
     reason = f"{where}: {text}"
-    if plain and restarts.begin(job, reason):
-        return
-    if plain and job.settings.max_restarts and restarts.lacks_nodes(job):
-        endings.too_few(job, reason, 1)  # its device is dead: another run may get another node
-        return
-    endings.end(job, 93 if plain and restarts.is_stuck(job, reason) else 1, reason)
+    if plain:
+        restarts.begin_or_end(job, reason)
+    else:
+        endings.end(job, 1, reason)
 
 
 def _raised_the_same(job: Job, rank: int, among: list[int]) -> list[int]:

@@ -68,6 +68,17 @@ def begin(job: Job, reason: str, *, is_planned: bool = False, is_fruitless: bool
     return True
 
 
+def begin_or_end(job: Job, reason: str) -> None:
+    """Start the script again after a failure of a process, or end the job. If a dead device leaves too few nodes, Slurm
+    runs the job again, because another run may get another node."""
+    if begin(job, reason):
+        return
+    if job.settings.max_restarts and lacks_nodes(job):
+        endings.too_few(job, reason, 1)
+    else:
+        endings.end(job, 93 if is_stuck(job, reason) else 1, reason)
+
+
 def obstacle(job: Job, reason: str) -> str:
     """Return why the script is not started again because of this loss; empty if it is."""
     settings, record = job.settings, job.record

@@ -8,7 +8,7 @@ the next printed iteration, or to the end; exit code; whether the last loss is t
 launcher's line. `node` kills an agent of resihp with all its processes, and goes on with the other node; torchrun,
 which has no second node here, loses ranks 2 and 3. `collective` lets rank 2 enter a barrier alone, `loader` lets it
 wait for a reader process that never answers, `slow` lets it run for a quarter of the time. The machine must be idle for
-the seconds to mean the seconds to mean something. `resihp run` imports a script's libraries for the next round from 10 s after the start
+the seconds to mean something. `resihp run` imports a script's libraries for the next round from 10 s after the start
 on: `--sleep 1` makes a fault come later than that.
 
 `ft_launcher` is the one of nvidia-resiliency-ext, which must be importable.

@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Iterable
 
 from resihp.controller import interface as api
-from resihp.controller.fail_stop import endings, failures, incidents, last_to_leave
+from resihp.controller.fail_stop import failures, incidents, last_to_leave
 from resihp.controller.rounds import restarts
 from resihp.controller.state.incidents import Incident
 from resihp.controller.state.iterations import HangWatch
@@ -173,8 +173,7 @@ def _end_all(job: Job, watch: HangWatch, verdict: HangVerdict, silent_s: float) 
     )
     incidents.log_incidents(job)
     watch.forget_looks()
-    if not restarts.begin(job, reason):
-        endings.end(job, 93 if restarts.is_stuck(job, reason) else 1, reason)
+    restarts.begin_or_end(job, reason)
 
 
 def _place(frames: tuple[StackFrame, ...]) -> str:

@@ -55,7 +55,7 @@ MOST_DISPENSABLE = "1000"
 """Value of `oom_score_adj` of a process that the kernel kills first."""
 
 
-class Waiting(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Imported(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Report of an early worker that has imported. `read`: names of the environment variables that were read meanwhile;
     `all_names`: whether the names of all variables were listed. `files`: as `ImportsAtTop.files`."""
 
@@ -76,7 +76,7 @@ class EarlyWorker:
         self.pid = pid
         self.expected = expected
         self.channel = channel
-        self.report: Waiting | None = None
+        self.report: Imported | None = None
 
     def suits(self, request: Fork) -> bool:
         """Return whether the libraries would have found what they have found if this request's worker had imported
@@ -168,7 +168,7 @@ class EarlyWorkers:
     def _hear(self, importing: EarlyWorker) -> None:
         self._importing = None
         try:
-            importing.report = importing.channel.recv(Waiting)
+            importing.report = importing.channel.recv(Imported)
         except (EOFError, OSError):
             importing.channel.close()
             self._due = float("inf")
@@ -272,17 +272,17 @@ def _first_victim() -> Iterator[None]:
     file.write_text(usual)
 
 
-def _import(expected: Fork, agent_fd: int, folders: Sequence[str]) -> tuple[Waiting, dict[str, str | None]]:
+def _import(expected: Fork, agent_fd: int, folders: Sequence[str]) -> tuple[Imported, dict[str, str | None]]:
     """Import the libraries of a script; return the report, and the environment variables that they have set (None:
     removed). Raises TooEarlyError, and what an import raises."""
     entry.enter(expected.kind, expected.argv, expected.cwd, {**expected.environment, AGENT_FD: str(agent_fd)})
-    found = imports_at_top(expected.kind, expected.argv[0], folders)
+    imports = imports_at_top(expected.kind, expected.argv[0], folders)
     modules, descriptors = set(sys.modules), _open_files()
     variables, before = os.environ, dict(os.environ)
     begun = time.monotonic()
     try:
         with _watched_environment() as read:
-            for library in found.libraries:
+            for library in imports.libraries:
                 _perform(library)
     except (Exception, SystemExit) as error:
         raise TooEarlyError(f"{type(error).__name__}: {error}") from error
@@ -298,8 +298,8 @@ def _import(expected: Fork, agent_fd: int, folders: Sequence[str]) -> tuple[Wait
         for name in before.keys() | os.environ.keys()
         if before.get(name) != os.environ.get(name)
     }
-    return Waiting(
-        seconds=seconds, read=tuple(read - {ALL_NAMES}), all_names=ALL_NAMES in read, files=found.files
+    return Imported(
+        seconds=seconds, read=tuple(read - {ALL_NAMES}), all_names=ALL_NAMES in read, files=imports.files
     ), written
 
 
@@ -317,7 +317,7 @@ def _watched_environment() -> Iterator[set[str]]:
     listed."""
     read: set[str] = set()
 
-    class Watched(os._Environ):  # type: ignore[type-arg]
+    class RecordedEnvironment(os._Environ):  # type: ignore[type-arg]
         def __getitem__(self, name: str | bytes) -> Any:
             text = os.fsdecode(name)
             if text.startswith(USED_BY.get(_reader(), "")):
@@ -332,7 +332,7 @@ def _watched_environment() -> Iterator[set[str]]:
     usual = type(os.environ)
     mappings: tuple[Any, ...] = (os.environ, os.environb)
     for mapping in mappings:
-        mapping.__class__ = Watched
+        mapping.__class__ = RecordedEnvironment
     try:
         yield read
     finally:

@@ -144,3 +144,19 @@ def test_a_command_follows_the_title_from_the_word_that_it_is_found_by() -> None
     room = sum(len(word) + 1 for word in words[:-1])
     told = titled(b"resihp job 6 guardian", words, 1, room, since=b"run").rstrip(b"\0").split(b"\0")
     assert told[:2] == [b"resihp job 6 guardian", b"run"]
+
+
+SPARING = """
+import os, subprocess
+from resihp.process import kill_children, state_letter
+spared, other = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+assert kill_children(20.0, spare={spared.pid})
+print(state_letter(spared.pid), state_letter(other.pid))
+assert kill_children(20.0)
+print(state_letter(spared.pid))
+"""
+
+
+def test_a_spared_child_lives_on_when_all_others_are_killed() -> None:
+    done = subprocess.run([sys.executable, "-c", SPARING], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() in (["S", "X", "X"], ["R", "X", "X"]), done.stderr

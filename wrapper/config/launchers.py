@@ -32,7 +32,7 @@ OTHER_LAUNCHERS = (
     ("fabric", "run"),
 )
 """First words of a command, or after python -m, of launchers whose options are their own."""
-SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
+SHELL_NAMES = ("sh", "bash", "dash", "zsh", "ksh")
 _SEPARATOR = re.compile(r"[();<>|&]+")
 _BEFORE_COMMAND = re.compile(r"\w+=.*|exec|env|nohup|time|command|if|then|do|!", re.DOTALL)
 """Words of a shell before the name of a command."""
@@ -41,7 +41,7 @@ _PYTHON = re.compile(r"python[\d.]*")
 
 def refuse_launcher(words: Sequence[str]) -> None:
     """Raise UsageError if a command, or a module with its arguments, is a launcher, or a shell that starts one."""
-    if words[0] in SHELLS:
+    if words[0] in SHELL_NAMES:
         for command in _commands_of_shell(words):
             refuse_launcher(command)
     if words[0] in TORCHRUN_NAMES:

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -248,6 +248,21 @@ def work_of(pid: int) -> Work:
             if current == pid:
                 own_bytes = int(counts["wchar"])
     return Work(processor_s, bytes_moved, own_bytes, waits, frozenset(processes))
+
+
+def thread_times(pids: Iterable[int]) -> dict[int, float]:
+    """Return the processor time in seconds of each thread of the processes, by thread id. Threads that are gone, or
+    whose time the kernel does not tell, are left out."""
+    times: dict[int, float] = {}
+    for pid in pids:
+        with suppress(OSError):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with (
+                    suppress(OSError, IndexError, ValueError),
+                    open(f"/proc/{pid}/task/{thread}/schedstat", encoding="ascii") as statistics,
+                ):
+                    times[int(thread)] = int(statistics.read().split()[0]) / 1e9
+    return times
 
 
 def identity(pid: int) -> str:

@@ -9,14 +9,19 @@ regularly to look for work use too little processor time to count. Owned by `res
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from resihp.process import Work, work_of
+from resihp.process import Work, thread_times, work_of
 
 LOOK_EVERY_S = 10.0
 """Time between two measurements of a worker."""
 BUSY_SHARE = 0.005
 """Share of one processor's time from which on a worker counts as busy."""
+POLLING_SHARE = 0.2
+"""Share up to which a worker does not count as busy if none of its threads has `BUSY_SHARE`. Each process group of gloo
+or NCCL has threads that wake up to a hundred times a second, and a script may have dozens of groups."""
+ROUNDING_S = 0.05
+"""Error of a difference between the processor time of a process and that of its threads."""
 BUSY_BYTES_PER_S = 4096.0
 """Bytes read and written per second from which on a worker counts as busy. Bytes that the worker itself writes always
 count."""
@@ -27,6 +32,8 @@ class _Worker:
     looked_at: float
     active_at: float
     work: Work
+    threads: dict[int, float] = field(default_factory=dict)
+    """Processor time of each thread; empty unless the worker used little of a processor before the last measurement."""
 
 
 class Idleness:
@@ -47,9 +54,12 @@ class Idleness:
         passed_s = now - worker.looked_at
         if passed_s >= LOOK_EVERY_S and pid not in self._inspected:
             work = work_of(pid)
-            if _is_active(worker.work, work, passed_s):
+            used = (work.processor_s - worker.work.processor_s) / passed_s
+            threads = thread_times(work.processes) if BUSY_SHARE <= used < POLLING_SHARE else {}
+            computes = used >= BUSY_SHARE and not _only_polls(worker.threads, threads, used, passed_s)
+            if computes or _is_active(worker.work, work, passed_s):
                 worker.active_at = now
-            worker.looked_at, worker.work = now, work
+            worker.looked_at, worker.work, worker.threads = now, work, threads
         return now - worker.active_at
 
     def begin_inspection(self, pid: int) -> None:
@@ -69,15 +79,23 @@ class Idleness:
         self._inspected.discard(pid)
 
 
+def _only_polls(before: dict[int, float], after: dict[int, float], used: float, passed_s: float) -> bool:
+    """Return whether none of the threads used much of a processor, and nor did threads and children that have ended.
+    `used`: the share that all of them used. False without two measurements."""
+    if not before or not after:
+        return False
+    used_s = [seconds - before.get(thread, 0.0) for thread, seconds in after.items()]
+    ended_s = used * passed_s - sum(used_s) - ROUNDING_S
+    return max(*used_s, ended_s) < BUSY_SHARE * passed_s
+
+
 def _is_active(before: Work, after: Work, passed_s: float) -> bool:
-    """Return whether the work between two measurements counts as busy. A change in the tree of processes counts,
-    too."""
-    used_s = after.processor_s - before.processor_s
+    """Return whether the work between two measurements counts as busy, apart from processor time. A change in the tree
+    of processes counts, too."""
     moved = after.bytes_moved - before.bytes_moved
     return (
         after.waits_for_disk
         or after.processes != before.processes
         or after.bytes_written_by_itself != before.bytes_written_by_itself
-        or used_s >= BUSY_SHARE * passed_s
         or moved >= BUSY_BYTES_PER_S * passed_s
     )

@@ -94,3 +94,28 @@ def test_what_an_inspection_lets_a_process_write_is_no_work(
     idleness.end_inspection(7, size)
     assert idleness.idle_s(7, now=11.0) == 11.0
     assert idleness.idle_s(7, now=22.0) == 22.0
+
+
+@pytest.mark.parametrize(
+    ("threads", "is_idle"),
+    [([0.004] * 40, True), ([0.16], False), ([0.004] * 10 + [0.12], False), ([], False)],
+    ids=["all poll", "one computes", "one computes among others", "not told by the kernel"],
+)
+def test_many_threads_that_poll_are_no_work(
+    monkeypatch: pytest.MonkeyPatch, threads: list[float], is_idle: bool
+) -> None:
+    """A script with forty process groups: each of gloo's threads wakes a hundred times a second. `threads`: seconds
+    that each uses in ten."""
+    now = 0.0
+
+    def work(pid: int) -> Work:
+        return Work(0.16 * now / 10, 0, 0, False, frozenset((pid,)))
+
+    monkeypatch.setattr(idleness_module, "work_of", work)
+    monkeypatch.setattr(
+        idleness_module, "thread_times", lambda pids: {i: used * now / 10 for i, used in enumerate(threads)}
+    )
+    idleness = Idleness()
+    for now in (0.0, 10.0, 20.0, 30.0):
+        idle_s = idleness.idle_s(7, now=now)
+    assert idle_s == (20.0 if is_idle else 0.0)

@@ -75,6 +75,7 @@ NAMED_TWICE: Mapping[str, str] = {
     "Decision": "of the planner; of the controller about one node",
     "Job": "the controller's; a job's folder",
     "Ready": "both are messages, on different sockets",
+    "ResihpCallback": "for transformers; for Lightning",
     "Replica": "of a layout; an agent's copy of the journal",
     "Signalled": "both are messages: what an agent heard is what the controller is told",
     "Slow": "an order to a worker; what the controller knows of a device",

@@ -48,7 +48,7 @@ class _Section:
 
 
 class _Calls:
-    """All that this process has reported, and what is not sent yet."""
+    """The totals of this process, and the iterations not sent yet."""
 
     def __init__(self) -> None:
         self.is_watched = outlet.is_watched()
@@ -71,7 +71,7 @@ class _Calls:
         return self.sections.setdefault(name, _Section(self, name))
 
     def iteration(self, number: int | None, loss: float | None, tokens: int, squares: int) -> None:
-        """Count an iteration, and send what is not sent yet if that is due."""
+        """Count an iteration, and send all figures if a message is due."""
         now = perf_counter()
         self._iterations += 1
         self._iteration = self._iteration + 1 if number is None else number
@@ -94,7 +94,7 @@ class _Calls:
             self._figures, self._combined = [], 0
 
     def _add(self, iteration: int, seconds: float | None, loss: float | None, tokens: int, squares: int) -> None:
-        """Add an iteration to what is to be sent: combined with the last ones if there are many."""
+        """Add an iteration to the next message, combined with the last ones if there are many."""
         if len(self._figures) >= MAX_FIGURES and seconds is not None:
             last = self._figures.pop()
             self._combined = max(self._combined, 1) + 1

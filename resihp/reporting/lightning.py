@@ -56,8 +56,7 @@ class ResihpCallback(_Callback):
         self._report_checkpoints(trainer)
 
     def _report_checkpoints(self, trainer: Any) -> None:
-        """Report what has been saved since the last call. Lightning tells callbacks only before it saves; after that it
-        waits for all ranks."""
+        """Report new checkpoints. Lightning tells callbacks only before it saves; after that it waits for all ranks."""
         if not trainer.is_global_zero:
             return
         for callback in trainer.checkpoint_callbacks:

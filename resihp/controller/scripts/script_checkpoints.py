@@ -32,6 +32,8 @@ MAX_WAIT_S, MAX_FIRST_WAIT_S = 10.0, 60.0
 is already known. The script would begin anew without one."""
 MAX_REPORTED = 16
 """Number of reported paths that are remembered."""
+MAX_ITERATION = 10**15
+"""Largest iteration that a script may report."""
 MAX_APART = 2
 """Two rounds that failed at most so many iterations apart failed at the same place."""
 
@@ -84,10 +86,13 @@ def look(job: Job) -> None:
 def reported(job: Job, report: ScriptSaved) -> None:
     """Note a checkpoint that the script has reported, and look at it."""
     search, reported_paths = job.search, job.search.reported
+    if not report.path.isprintable():
+        return  # no variable or message could hold it
     if report.path in search.fresh and reported_paths.get(report.path) == report.iteration:
         return  # another rank has reported it
     reported_paths.pop(report.path, None)
-    reported_paths[report.path] = report.iteration
+    is_possible = report.iteration is not None and 0 <= report.iteration <= MAX_ITERATION
+    reported_paths[report.path] = report.iteration if is_possible else None
     search.fresh.add(report.path)
     while len(reported_paths) > MAX_REPORTED:
         search.fresh.discard(oldest := next(iter(reported_paths)))

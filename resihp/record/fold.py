@@ -252,6 +252,8 @@ def _progress(
         case CheckpointCommitted():
             record.checkpointed = max(record.checkpointed, entry.iteration)
             if entry.modified is not None:
+                if record.restart is not None and record.checkpoints.shows_progress(entry, record.restart):
+                    record.fruitless = 0  # it was completed just before the round ended
                 record.checkpoints.found(entry)
         case CheckpointDistrusted():
             record.checkpoints.distrust(entry)

@@ -21,4 +21,5 @@ def checkpointed(path: str | os.PathLike[str], iteration: int | None = None) -> 
             working directory.
         iteration: number of the last iteration that the checkpoint contains; the last printed one if None.
     """
-    outlet.send(ScriptSaved(path=os.path.abspath(os.fspath(path)), iteration=iteration))
+    number = None if iteration is None else int(iteration)  # it may be a scalar of numpy
+    outlet.send(ScriptSaved(path=os.path.abspath(os.fsdecode(path)), iteration=number))

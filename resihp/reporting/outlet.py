@@ -40,14 +40,14 @@ def send(message: msgspec.Struct) -> bool:
     """Send one message; return whether it was sent. Any thread."""
     if not is_watched():
         return False
-    frame = local_frame(encode(message))
     with _lock:
         try:
+            frame = local_frame(encode(message))
             sock = _open_socket()
             sent = sock.send(frame, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             if sent < len(frame):  # the agent must get whole frames
                 sock.sendall(frame[sent:])
-        except (OSError, ValueError):  # full, or closed
+        except (OSError, ValueError, OverflowError):  # full, or closed; or text or a number that no message can hold
             return False
     return True
 

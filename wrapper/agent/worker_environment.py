@@ -24,6 +24,8 @@ from resihp.wrapper.config.run_spec import (
 )
 
 MEETING_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+OF_ANOTHER_JOB = (*MEETING_VARIABLES, OPEN_FILES, RESUME_VARIABLE, RESUME_ITERATION_VARIABLE)
+"""Variables that are never inherited."""
 PLACEHOLDER_FORM = re.compile(r"\{\w+\}")
 DEFAULT_ROLE = "default"
 """torchrun's default name for the role of workers."""
@@ -37,9 +39,8 @@ def environment_of(
     network: Mapping[str, str],
 ) -> dict[str, str]:
     """Return a worker's environment. `added` overrides inherited variables, which override `network`; `network` is
-    ignored if `added` sets the interface. An inherited MASTER_ADDR or MASTER_PORT belongs to another job, and is
-    dropped."""
-    environment = {name: value for name, value in inherited.items() if name not in (*MEETING_VARIABLES, OPEN_FILES)}
+    ignored if `added` sets the interface. Inherited variables that belong to another job are dropped."""
+    environment = {name: value for name, value in inherited.items() if name not in OF_ANOTHER_JOB}
     environment.setdefault("OMP_NUM_THREADS", ONE_THREAD["OMP_NUM_THREADS"])
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if request.python_path:

@@ -13,12 +13,19 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from itertools import dropwhile
+from itertools import dropwhile, pairwise
 from pathlib import Path
 
 from resihp.errors import UsageError
+from resihp.plain_files import open_plain
 from resihp.wrapper.config.launchers import refuse_launcher
-from resihp.wrapper.config.run_spec import CHECKPOINT_PLACE, RESUME_VARIABLE, Program
+from resihp.wrapper.config.run_spec import (
+    CHECKPOINT_PLACE,
+    ITERATION_PLACE,
+    RESUME_ITERATION_VARIABLE,
+    RESUME_VARIABLE,
+    Program,
+)
 from resihp.wrapper.launch.launcher import own_environment
 
 MAX_SCRIPT_BYTES = 1 << 20
@@ -37,6 +44,7 @@ def resolve(command: Sequence[str], notice: Callable[[str], None], inside: str |
     `inside`: interpreter in the container that runs the command, whose files cannot be checked from here; None without
     a container.
     """
+    _refuse_lone_place(command)
     if not command:
         raise UsageError("no command to run; resihp run ... -- python train.py, or command = [...] in [job]")
     command = with_python(command)
@@ -146,8 +154,25 @@ def may_declare_model(program: Program, cwd: str) -> bool:
 def takes_checkpoint(program: Program, cwd: str) -> bool:
     """Return whether a script resumes from the checkpoint that it is given: its arguments have a place for it, or its
     text mentions the environment variable that names it."""
-    in_arguments = any(CHECKPOINT_PLACE in word for word in program.argv)
-    return in_arguments or RESUME_VARIABLE.encode() in _text(program, cwd)
+    named = (CHECKPOINT_PLACE, ITERATION_PLACE, RESUME_VARIABLE, RESUME_ITERATION_VARIABLE)
+    if any(name in word for word in program.argv for name in named):
+        return True
+    texts = [_text(program, cwd)]
+    if program.kind == "command":  # as in bash train.sh
+        texts = [_read(Path(cwd, word)) for word in program.argv[:2]]
+    return any(name.encode() in text for text in texts for name in (RESUME_VARIABLE, RESUME_ITERATION_VARIABLE))
+
+
+def _refuse_lone_place(command: Sequence[str]) -> None:
+    """Raise UsageError for an option whose value alone has a place for a checkpoint: the option would be left without a
+    value while there is no checkpoint."""
+    for option, value in pairwise(command):
+        has_place = CHECKPOINT_PLACE in value or ITERATION_PLACE in value
+        if has_place and option.startswith("-") and "=" not in option and not value.startswith("-"):
+            raise UsageError(
+                f"{option} {value}: the value is left out while there is no checkpoint, the option is not; write "
+                f"{option}={value}, or read {RESUME_VARIABLE} in the script"
+            )
 
 
 def _text(program: Program, cwd: str) -> bytes:
@@ -155,9 +180,12 @@ def _text(program: Program, cwd: str) -> bytes:
     if program.kind == "command":
         return b""
     name = program.argv[0]
-    path = Path(cwd, name if program.kind == "script" else f"{name.replace('.', '/')}.py")
+    return _read(Path(cwd, name if program.kind == "script" else f"{name.replace('.', '/')}.py"))
+
+
+def _read(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_plain(path, follow=True), "rb") as file:
             return file.read(MAX_SCRIPT_BYTES)
     except OSError:
         return b""

@@ -20,7 +20,8 @@ RESTART_S = 60.0
 def review(job: Job) -> None:
     """Start the script again if more nodes can be used and this pays. A checkpoint has just been found."""
     placed = dict.fromkeys(place.node for place in job.record.placements)
-    is_calm = job.start.early_at is None and job.stop_request is None and not job.settings.observes
+    is_whole = len(job.live) == len(job.record.placements)  # else the script is about to start, or to end
+    is_calm = is_whole and job.start.early_at is None and job.stop_request is None and not job.settings.observes
     if not job.runs_script or job.stage != "gathering" or not is_calm or not job.settings.takes_checkpoint:
         return
     nodes = next_round.nodes_of(job)

@@ -13,6 +13,7 @@ import statistics
 
 from resihp.controller.fail_stop import incidents
 from resihp.controller.rounds import restarts
+from resihp.controller.scripts import script_checkpoints
 from resihp.controller.state.incidents import Incident
 from resihp.controller.state.iterations import LossWatch
 from resihp.controller.state.job import Job
@@ -32,44 +33,47 @@ def take(job: Job, iteration: int, loss: float) -> None:
     if watch.round != job.record.round:
         watch.begin_round(job.record.round, MIN_HISTORY)
     if not _is_bad(job, watch, loss):
-        watch.good(loss)
+        watch.good(job.counter.rank, loss)
         return
     watch.bad(iteration)
-    if watch.bad_count >= MAX_BAD and not watch.is_refused:
-        watch.is_refused = not _start_again(job, watch, loss)
+    if watch.bad_count >= MAX_BAD and not watch.is_hopeless:
+        watch.is_hopeless = True
+        _start_again(job, watch, loss)
 
 
 def _is_bad(job: Job, watch: LossWatch, loss: float) -> bool:
     if not math.isfinite(loss):
-        return watch.was_finite  # a rank without the loss may print NaN all the time
+        return job.counter.rank in watch.finite_ranks  # a rank without the loss may print NaN all the time
     if job.record.checkpoints.resumed is None or not watch.history or watch.has_recovered:
         return False
     usual, largest = statistics.median(watch.history), max(watch.history)
     return loss > usual + SPREAD_FACTOR * (largest - usual) and loss > LEVEL_FACTOR * abs(usual)
 
 
-def _start_again(job: Job, watch: LossWatch, loss: float) -> bool:
-    """Start the script again from a checkpoint before the bad losses; return whether this was decided."""
-    distrusted, since = job.record.checkpoints.distrusted, watch.bad_since
-    is_older = any(stored.version not in distrusted and (stored.iteration or 0) < since for stored in job.search.stored)
+def _start_again(job: Job, watch: LossWatch, loss: float) -> None:
+    """Start the script again from a checkpoint before the bad losses, if there is one."""
+    since = watch.bad_since
+    script_checkpoints.distrust_since(job, since)
+    is_older = script_checkpoints.last_before(job, since) is not None
     if not job.settings.takes_checkpoint or not is_older or job.stage != "gathering":
-        return False
+        return
     if math.isfinite(loss):
         usual, largest = statistics.median(watch.history), max(watch.history)
         reason = f"the loss is far above its history since iteration {since}: {loss:.4g}"
         reason += f", before the restart {usual:.4g}, at most {largest:.4g}"
     else:
         reason = f"the loss is not finite since iteration {since}"
-    job.incidents.append(
-        Incident(
-            kind="program",
-            component="script",
-            cause=reason,
-            evidence="",
-            found_at=job.now,
-            iteration=since,
-            epoch=job.epoch,
+    if not restarts.obstacle(job, reason):
+        job.incidents.append(
+            Incident(
+                kind="program",
+                component="script",
+                cause=reason,
+                evidence="",
+                found_at=job.now,
+                iteration=since,
+                epoch=job.epoch,
+            )
         )
-    )
-    incidents.log_incidents(job)
-    return restarts.begin(job, reason, is_fruitless=True)
+        incidents.log_incidents(job)
+    restarts.begin(job, reason, is_fruitless=True)

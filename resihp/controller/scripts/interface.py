@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from resihp.protocol.messages import Printed, WorkerLook
-from resihp.record.scripts.checkpoints import StoredCheckpoint
+from resihp.record.scripts.checkpoints import StoredCheckpoint, Version
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -51,9 +51,12 @@ class ProcessesEnded(Event, frozen=True, kw_only=True):
 
 class FindCheckpoints(Action, frozen=True, kw_only=True):
     """Find the complete checkpoints of a script: those that match `[checkpoint] latest`, and those that it has reported
-    and that are still there. Answered with `CheckpointsFound`."""
+    and that are still there. Answered with `CheckpointsFound`. `fresh`: those reported since the last request, which
+    are complete as they are now. `known`: versions that are known to be complete."""
 
     reported: tuple[str, ...] = ()
+    fresh: frozenset[str] = frozenset()
+    known: frozenset[Version] = frozenset()
 
 
 class EndProcesses(Action, frozen=True, kw_only=True):

@@ -22,12 +22,18 @@ from resihp.record.describe import explain
 from resihp.record.journal import CheckpointCommitted, CheckpointDistrusted, RestartDecided
 from resihp.record.scripts.checkpoints import RoundEnd, StoredCheckpoint, version_of
 
-LOOK_EVERY_S = 15.0
-"""Seconds between two searches while the script runs."""
-MAX_WAIT_S = 10.0
-"""How long a start of the script waits for a search: a file system may hang."""
+LOOK_EVERY_S, LOOK_SELDOM_S, LOOK_FACTOR = 15.0, 300.0, 10.0
+"""Seconds between two searches while the script runs: ten times as long as the last search took, within these limits. A
+search in a large folder is a load for a shared file system."""
+RETRY_S = 1.0
+"""Seconds after which a failed search is repeated while a start of the script waits for it."""
+MAX_WAIT_S, MAX_FIRST_WAIT_S = 10.0, 60.0
+"""How long a start of the script waits for a search, because a file system may hang: with and without a checkpoint that
+is already known. The script would begin anew without one."""
 MAX_REPORTED = 16
 """Number of reported paths that are remembered."""
+MAX_ITERATION = 10**15
+"""Largest iteration that a script may report."""
 MAX_APART = 2
 """Two rounds that failed at most so many iterations apart failed at the same place."""
 
@@ -38,43 +44,67 @@ def is_ready(job: Job, since: float) -> bool:
     search = job.search
     if not _looks(job) or (search.known_at is not None and search.known_at >= since):
         return True
-    if search.asked_at is None:
+    has_just_failed = bool(search.error) and job.now - (search.answered_at or 0.0) < RETRY_S
+    if search.asked_at is None and not has_just_failed:
         look(job)
-    return job.now - since > MAX_WAIT_S
+    limit_s = MAX_WAIT_S if search.stored or search.known_at is not None else MAX_FIRST_WAIT_S
+    if job.now - since <= limit_s:
+        return False
+    if not search.is_overdue:
+        search.is_overdue = True
+        known = f"the newest known one is {search.stored[0].path}" if search.stored else "none is known"
+        why = search.error or "the file system does not answer"
+        job.say("warning", f"the search for checkpoints has not succeeded within {limit_s:.0f} s: {why}; {known}")
+    return True
 
 
 def watch(job: Job) -> None:
     """Look for new checkpoints every few seconds."""
     search = job.search
-    last_at = search.asked_at if search.asked_at is not None else search.known_at
-    if _looks(job) and (last_at is None or job.now - last_at >= LOOK_EVERY_S):
+    every_s = min(max(LOOK_EVERY_S, LOOK_FACTOR * search.took_s), LOOK_SELDOM_S)
+    is_time = search.answered_at is None or job.now - search.answered_at >= every_s
+    if _looks(job) and search.asked_at is None and is_time:
         look(job)
 
 
 def look(job: Job) -> None:
     """Ask for a search; if one is under way, for another one after it."""
     search = job.search
-    search.is_due = search.asked_at is not None and job.now - search.asked_at <= MAX_WAIT_S
+    search.is_due = search.asked_at is not None
     if search.is_due:
         return
-    search.asked_at = job.now
-    job.do(api.FindCheckpoints(reported=tuple(job.search.reported)))
+    search.asked_at, fresh, search.fresh = job.now, frozenset(search.fresh), set()
+    known = job.record.checkpoints.by_path
+    reported = search.reported if job.settings.finds_checkpoints else known.keys() | search.reported
+    job.do(
+        api.FindCheckpoints(
+            reported=tuple(sorted(reported)), fresh=fresh, known=frozenset(map(version_of, known.values()))
+        )
+    )
 
 
 def reported(job: Job, report: ScriptSaved) -> None:
     """Note a checkpoint that the script has reported, and look at it."""
-    reported_paths = job.search.reported
+    search, reported_paths = job.search, job.search.reported
+    if not report.path.isprintable():
+        return  # no variable or message could hold it
+    if report.path in search.fresh and reported_paths.get(report.path) == report.iteration:
+        return  # another rank has reported it
     reported_paths.pop(report.path, None)
-    reported_paths[report.path] = report.iteration
+    is_possible = report.iteration is not None and 0 <= report.iteration <= MAX_ITERATION
+    reported_paths[report.path] = report.iteration if is_possible else None
+    search.fresh.add(report.path)
     while len(reported_paths) > MAX_REPORTED:
-        del reported_paths[next(iter(reported_paths))]
+        search.fresh.discard(oldest := next(iter(reported_paths)))
+        del reported_paths[oldest]
     look(job)
 
 
 def found(job: Job, event: api.CheckpointsFound) -> bool:
-    """Take the result of a search; return whether a new checkpoint was found."""
+    """Take the result of a search; return whether the newest checkpoint that can be trusted is new."""
     search, is_first = job.search, job.search.known_at is None
-    search.known_at, search.asked_at = search.asked_at or job.now, None
+    asked_at = job.now if search.asked_at is None else search.asked_at
+    search.answered_at, search.took_s, search.asked_at, search.is_overdue = job.now, job.now - asked_at, None, False
     if search.is_due:
         look(job)
     if event.error and event.error != search.error:
@@ -82,14 +112,16 @@ def found(job: Job, event: api.CheckpointsFound) -> bool:
     search.error = event.error
     if event.error:
         return False
-    search.stored = event.checkpoints
+    if search.stored and not event.checkpoints:
+        job.say("warning", f"no checkpoint is left: {search.stored[0].path} and those before it are gone")
+    search.known_at, search.stored = asked_at, event.checkpoints
     if is_first:
         search.earlier = {stored.version for stored in event.checkpoints if not _is_news(job, stored)}
     old = {version_of(checkpoint) for checkpoint in job.record.checkpoints.by_path.values()} | search.earlier
     news = [stored for stored in event.checkpoints if stored.version not in old]
     for stored in reversed(news):
         _log(job, stored)
-    return bool(news)
+    return _newest_trusted(job) in news
 
 
 def choose(job: Job, ended: RestartDecided | None = None, reached: int = 0) -> CheckpointCommitted | None:
@@ -97,8 +129,7 @@ def choose(job: Job, ended: RestartDecided | None = None, reached: int = 0) -> C
     the round before it, if any; `reached`: the last iteration of that round, 0 if not known."""
     if ended is not None:
         _judge(job, ended, reached)
-    trusted = [stored for stored in job.search.stored if _is_trusted(job, stored)]
-    newest = next(iter(trusted or job.search.stored), None)
+    newest = _newest_trusted(job) or next(iter(job.search.stored), None)
     if newest is None:
         return None
     checkpoint = job.record.checkpoints.by_path.get(newest.path)
@@ -106,8 +137,41 @@ def choose(job: Job, ended: RestartDecided | None = None, reached: int = 0) -> C
     return checkpoint if is_known else _log(job, newest)
 
 
+def distrust_since(job: Job, iteration: int) -> None:
+    """Distrust the checkpoints that were saved after the loss had become bad in an iteration."""
+    for checkpoint in [*job.record.checkpoints.by_path.values()]:
+        is_trusted = version_of(checkpoint) not in job.record.checkpoints.distrusted
+        if (
+            is_trusted
+            and checkpoint.iteration >= iteration
+            and version_of(checkpoint) in job.record.checkpoints.saved_in_round
+        ):
+            _distrust(job, checkpoint, f"it was saved after the loss had become bad in iteration {iteration}")
+
+
+def last_before(job: Job, iteration: int) -> StoredCheckpoint | None:
+    """Return the newest trusted checkpoint on disk that was saved before an iteration; None if there is none."""
+    return next(
+        (stored for stored in job.search.stored if _is_trusted(job, stored) and _iteration(job, stored) < iteration),
+        None,
+    )
+
+
+def _iteration(job: Job, stored: StoredCheckpoint) -> int:
+    """Return the last iteration in a checkpoint on disk; 0 if it is not known."""
+    checkpoint = job.record.checkpoints.by_path.get(stored.path)
+    if checkpoint is not None and version_of(checkpoint) == stored.version:
+        return checkpoint.iteration
+    return stored.iteration or 0
+
+
 def _looks(job: Job) -> bool:
-    return not job.has_declared and (job.settings.finds_checkpoints or bool(job.search.reported))
+    is_reported = bool(job.search.reported or job.record.checkpoints.by_path)
+    return not job.has_declared and (job.settings.finds_checkpoints or is_reported)
+
+
+def _newest_trusted(job: Job) -> StoredCheckpoint | None:
+    return next((stored for stored in job.search.stored if _is_trusted(job, stored)), None)
 
 
 def _is_news(job: Job, stored: StoredCheckpoint) -> bool:
@@ -129,9 +193,8 @@ def _log(job: Job, stored: StoredCheckpoint) -> CheckpointCommitted:
     )
     job.log(entry)
     job.checkpointed = max(job.checkpointed, iteration)
-    bad_since = job.counter.losses.bad_since
-    if bad_since and iteration >= bad_since:
-        _distrust(job, entry, f"it was saved after the loss had become bad in iteration {bad_since}")
+    if job.counter.losses.is_hopeless:
+        distrust_since(job, job.counter.losses.bad_since)
     return entry
 
 

@@ -14,12 +14,20 @@ class CheckpointSearch:
     is_due: bool = False
     """Whether another search is needed after the present one."""
     known_at: float | None = None
-    """Time of the request that was answered last; None before the first answer."""
+    """Time of the last request that was answered without an error; None if there is none."""
+    answered_at: float | None = None
+    """Time of the last answer; None before the first one."""
+    took_s: float = 0.0
+    """Seconds that the last search took."""
     stored: tuple[StoredCheckpoint, ...] = ()
-    """The complete checkpoints in the last answer, newest first."""
+    """The complete checkpoints in the last answer, newest first; before the first one, those in the record."""
     earlier: set[Version] = field(default_factory=set)
     """Checkpoints that were there before the script was started."""
     reported: dict[str, int | None] = field(default_factory=dict)
     """Paths that the script has reported, with the iteration if it named one."""
+    fresh: set[str] = field(default_factory=set)
+    """Those that were reported since the last request."""
     error: str = ""
     """Why the last search failed; empty if it did not."""
+    is_overdue: bool = False
+    """Whether a start of the script has not waited for the end of the present search."""

@@ -3,6 +3,7 @@ times."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -64,13 +65,13 @@ class LossWatch:
     """The last good losses before the present round; empty if there were few."""
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=50))
     """The last good losses of the present round."""
-    was_finite: bool = False
-    """Whether any loss was finite."""
+    finite_ranks: set[int] = field(default_factory=set)
+    """Ranks with a loss that was finite."""
     bad_since: int = 0
     """Iteration of the first of the bad losses that were printed last; 0 if the last loss was good."""
     bad_count: int = 0
-    is_refused: bool = False
-    """Whether the script cannot be started again because of the present bad losses."""
+    is_hopeless: bool = False
+    """Whether so many losses in a row were bad that going on is worthless."""
 
     @property
     def has_recovered(self) -> bool:
@@ -81,11 +82,13 @@ class LossWatch:
         if len(self.recent) >= min_history:
             self.history = tuple(self.recent)
         self.recent.clear()
-        self.round, self.bad_since, self.bad_count, self.is_refused = number, 0, 0, False
+        self.round, self.bad_since, self.bad_count, self.is_hopeless = number, 0, 0, False
 
-    def good(self, loss: float) -> None:
-        self.was_finite, self.bad_since, self.bad_count, self.is_refused = True, 0, 0, False
-        self.recent.append(loss)
+    def good(self, rank: int, loss: float) -> None:
+        self.bad_since, self.bad_count, self.is_hopeless = 0, 0, False
+        if math.isfinite(loss):
+            self.finite_ranks.add(rank)
+            self.recent.append(loss)
 
     def bad(self, iteration: int) -> None:
         self.bad_since, self.bad_count = self.bad_since or iteration, self.bad_count + 1

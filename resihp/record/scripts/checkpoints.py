@@ -56,6 +56,15 @@ class ScriptCheckpoints:
     bad_ends: dict[Version, list[RoundEnd]] = field(default_factory=dict)
     """Ends of the rounds that resumed from a checkpoint and completed no further one, by checkpoint."""
 
+    @property
+    def stored(self) -> tuple[StoredCheckpoint, ...]:
+        """The known checkpoints, newest first. Some may not be on disk any more."""
+        known = (
+            StoredCheckpoint(path=path, iteration=entry.iteration, modified=entry.modified or 0.0, bytes=entry.bytes)
+            for path, entry in self.by_path.items()
+        )
+        return tuple(sorted(known, key=lambda stored: (stored.modified, stored.iteration or 0), reverse=True))
+
     def found(self, entry: CheckpointCommitted) -> None:
         self.by_path.pop(entry.folder, None)
         self.by_path[entry.folder] = entry
@@ -63,6 +72,11 @@ class ScriptCheckpoints:
         self.furthest = max(self.furthest, entry.iteration)
         while len(self.by_path) > MAX_KNOWN:
             self._forget(next(iter(self.by_path)))
+
+    def shows_progress(self, entry: CheckpointCommitted, decision: RestartDecided) -> bool:
+        """Return whether a checkpoint that was found after the end of a round shows that the round had made progress.
+        One with bad losses does not."""
+        return entry.iteration > self.furthest_before and not decision.reason.startswith("the loss ")
 
     def distrust(self, entry: CheckpointDistrusted) -> None:
         self.distrusted[entry.folder, entry.modified] = entry.failure

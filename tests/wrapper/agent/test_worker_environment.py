@@ -68,3 +68,9 @@ def test_the_checkpoint_is_in_the_arguments_and_in_the_environment(tmp_path: Pat
     environment = environment_of(second, request, {}, {}, {})
     assert environment["RESIHP_RESUME_FROM"] == "/ckpt/{tp} x"
     assert environment["RESIHP_RESUME_ITERATION"] == "40"
+
+
+def test_a_checkpoint_of_another_job_is_not_inherited(tmp_path: Path) -> None:
+    inherited = {"RESIHP_RESUME_FROM": "/other/step_9", "RESIHP_RESUME_ITERATION": "9"}
+    environment = environment_of(start(0, 0), run_request("6", tmp_path, nodes=2, gpus=2), inherited, {}, {})
+    assert not inherited.keys() & environment.keys()

@@ -6,9 +6,10 @@ import asyncio
 import json
 import os
 import struct
+import threading
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,7 @@ def truncated(path: Path) -> Path:
         ("ckpt_500.pt", 500),
         ("model.pt", None),
         ("latest", None),
+        ("step_99999999999999999999", None),
     ],
 )
 def test_the_iteration_is_in_the_name(name: str, iteration: int | None) -> None:
@@ -112,6 +114,43 @@ def test_the_hugging_face_trainer_writes_its_state_last(tmp_path: Path) -> None:
     assert complete(tmp_path / "checkpoint-50") is not None
 
 
+def test_files_that_are_added_later_do_not_make_a_checkpoint_newer(tmp_path: Path) -> None:
+    for iteration, age_s in ((5, 500), (6, 400)):
+        write(tmp_path / f"step_{iteration}" / "__0_0.distcp")
+        write(tmp_path / f"step_{iteration}" / ".metadata")
+        for path in (tmp_path / f"step_{iteration}").iterdir():
+            aged(path, age_s)
+    write(tmp_path / "step_5" / "evaluation.json")
+    (answer,) = search(tmp_path, "step_*")
+    assert [stored.iteration for stored in answer.checkpoints] == [6, 5]
+
+
+def test_a_checkpoint_that_is_written_again_in_place_has_to_settle(tmp_path: Path) -> None:
+    write(tmp_path / "step_5" / "__0_0.distcp")
+    aged(write(tmp_path / "step_5" / ".metadata"), 100)
+    checkpoint = complete(tmp_path / "step_5")
+    assert checkpoint is not None
+    assert not checkpoint.is_certain
+    assert not search(tmp_path, "step_*")[0].checkpoints
+
+
+def test_after_a_step_back_megatron_writes_iterations_before_the_noted_one(tmp_path: Path) -> None:
+    for iteration, age_s in ((500, 300), (450, 50)):
+        folder = write(tmp_path / f"iter_{iteration:07d}" / "model.bin").parent
+        aged(folder / "model.bin", age_s)
+        aged(folder, age_s)
+    aged(write(tmp_path / "latest_checkpointed_iteration.txt", b"500"), 200)
+    assert complete(tmp_path / "iter_0000500") is not None
+    assert complete(tmp_path / "iter_0000450") is None, "it is being written"
+    write(tmp_path / "latest_checkpointed_iteration.txt", b"450")
+    assert complete(tmp_path / "iter_0000450") is not None
+
+
+@pytest.mark.parametrize("name", ["latest", "latest_checkpointed_iteration.txt"])
+def test_the_file_with_the_newest_iteration_is_no_checkpoint(name: str, tmp_path: Path) -> None:
+    assert complete(write(tmp_path / name, b"500")) is None
+
+
 @pytest.mark.parametrize("name", [".step_5", "step_5.tmp", "step_5.incomplete", "gone"])
 def test_temporary_hidden_and_missing_ones_are_left_out(name: str, tmp_path: Path) -> None:
     write(tmp_path / ".step_5" / "x")
@@ -140,8 +179,17 @@ def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path) -> None:
 # --- the search -----------------------------------------------------------------------------------------------------
 
 
-def search(folder: Path, pattern: str, reported: Sequence[str] = (), times: int = 1) -> list[api.CheckpointsFound]:
+def search(
+    folder: Path,
+    pattern: str,
+    reported: Sequence[str] = (),
+    times: int = 1,
+    known: Iterable[tuple[str, float]] = (),
+    *,
+    is_fresh: bool = True,
+) -> list[api.CheckpointsFound]:
     """Return the answers to so many searches, one after the other."""
+    fresh = frozenset(reported if is_fresh else ())
     answers: list[api.CheckpointsFound] = []
 
     async def run() -> None:
@@ -155,7 +203,7 @@ def search(folder: Path, pattern: str, reported: Sequence[str] = (), times: int 
         searcher = CheckpointFinder(request, asyncio.create_task, answer)
         for _ in range(times):
             found.clear()
-            searcher.begin(api.FindCheckpoints(reported=tuple(reported)))
+            searcher.begin(api.FindCheckpoints(reported=tuple(reported), fresh=fresh, known=frozenset(known)))
             await asyncio.wait_for(found.wait(), 10)
             await asyncio.sleep(0)
 
@@ -176,6 +224,78 @@ def test_the_newest_checkpoint_comes_first(tmp_path: Path) -> None:
     (answer,) = search(tmp_path, "ckpt/step_*")
     assert [stored.iteration for stored in answer.checkpoints] == [150, 200, 100]
     assert not answer.error
+
+
+def test_a_reported_path_that_is_written_again_is_not_complete(tmp_path: Path) -> None:
+    folder = write(tmp_path / "last" / "weights").parent
+    assert search(tmp_path, "", reported=[str(folder)])[0].checkpoints
+    (again,) = search(tmp_path, "", reported=[str(folder)], is_fresh=False)
+    assert not again.checkpoints, "the script is writing it, and has not reported it again"
+    version = str(folder), max(folder.stat().st_mtime, (folder / "weights").stat().st_mtime)
+    assert search(tmp_path, "last", known=[version])[0].checkpoints, "as another supervisor knows"
+
+
+def test_all_names_that_glob_takes_for_a_pattern_may_be_in_the_working_directory(tmp_path: Path) -> None:
+    folder = tmp_path / "run [1]*"
+    torch_file(folder / "ckpt" / "step 5.pt")
+    (answer,) = search(folder, "ckpt/step *")
+    assert [stored.path for stored in answer.checkpoints] == [str(folder / "ckpt" / "step 5.pt")]
+
+
+def test_names_that_no_message_can_hold_are_left_out(tmp_path: Path) -> None:
+    torch_file(tmp_path / "step_5.pt")
+    torch_file(tmp_path / "step_6\n.pt")
+    torch_file(tmp_path / os.fsdecode(b"step_7\xff.pt"))
+    (answer,) = search(tmp_path, "step_*", reported=[str(tmp_path / "step_8\0.pt")])
+    assert [stored.iteration for stored in answer.checkpoints] == [5]
+    assert not answer.error
+
+
+def test_a_link_to_a_checkpoint_is_not_another_one(tmp_path: Path) -> None:
+    torch_file(tmp_path / "step_5.pt")
+    (tmp_path / "last.pt").symlink_to("step_5.pt")
+    (answer,) = search(tmp_path, "*.pt")
+    assert [Path(stored.path).name for stored in answer.checkpoints] == ["step_5.pt"], (
+        "a distrusted one comes back else"
+    )
+    (answer,) = search(tmp_path, "last.pt")
+    assert [Path(stored.path).name for stored in answer.checkpoints] == ["last.pt"]
+
+
+def test_of_thousands_of_checkpoints_the_newest_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Path] = []
+    monkeypatch.setattr(finder, "complete", lambda path: looked.append(path) or complete(path))
+    monkeypatch.setattr(finder, "MAX_MATCHES", 100)
+    for iteration in range(300):
+        write(tmp_path / f"step_{iteration}.pt", b"PK")
+        aged(torch_file(tmp_path / f"step_{iteration}.pt"), 1000 - iteration)
+    torch_file(tmp_path / "last.pt")
+    (answer,) = search(tmp_path, "*.pt")
+    assert [stored.iteration for stored in answer.checkpoints[:3]] == [None, 299, 298]
+    assert len(looked) == finder.MAX_FOUND
+
+
+def test_a_folder_that_has_disappeared_is_an_error_if_it_had_checkpoints(tmp_path: Path) -> None:
+    (answer,) = search(tmp_path, "ckpt/step_*")
+    assert (answer.checkpoints, answer.error) == ((), ""), "the script creates it later"
+    (answer,) = search(tmp_path, "ckpt/step_*", known=[(str(tmp_path / "ckpt" / "step_5"), 1.0)])
+    assert "ckpt" in answer.error, "it may be on a file system that is not mounted any more"
+
+
+def test_a_file_system_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(finder, "complete", lambda _path: released.wait(20))
+    torch_file(tmp_path / "step_5.pt")
+
+    async def run() -> None:
+        request = run_request("local-1", tmp_path, cwd=str(tmp_path), checkpoint_pattern="*.pt")
+        CheckpointFinder(request, asyncio.create_task, lambda _event: None).begin(api.FindCheckpoints())
+        await asyncio.sleep(0.1)
+
+    began_at = time.monotonic()
+    asyncio.run(run())
+    assert time.monotonic() - began_at < 5
+    released.set()
 
 
 def test_a_checkpoint_of_unknown_format_has_to_settle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

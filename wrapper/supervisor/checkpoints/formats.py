@@ -12,11 +12,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 import struct
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from resihp.plain_files import open_plain
@@ -24,12 +26,18 @@ from resihp.plain_files import open_plain
 MAX_ENTRIES = 4096
 """Most files of a checkpoint's folder that are looked at. Ranks write one file each, or a few."""
 MAX_NOTE_BYTES = 256
+MAX_DIGITS = 15
+"""Most digits of an iteration in a name."""
+SEAL_SLACK_S = 2.0
+"""How much newer than the file that is written last the other files may seem: clocks of nodes differ."""
 MAX_HEADER_BYTES = 100 << 20
 """Largest header of a safetensors file, as its format says."""
 UNFINISHED_ENDINGS = (".tmp", ".part", ".partial", ".incomplete", ".crdownload")
 """Endings of names that libraries give to what they have not written to the end."""
 ZIP_FILES = (".pt", ".pth", ".ckpt")
 MEGATRON_NOTE, DEEPSPEED_NOTE = "latest_checkpointed_iteration.txt", "latest"
+DCP_SEAL, HF_SEAL = ".metadata", "trainer_state.json"
+DATA_FILES = (".distcp", *ZIP_FILES, ".safetensors", ".bin")
 
 _STEP = re.compile(r"step[=_-]?(\d+)")
 _NUMBER = re.compile(r"\d+")
@@ -39,8 +47,9 @@ _HF_FOLDER = re.compile(r"checkpoint-\d+")
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint of a script. `iteration`: from its name; None if the name has no number. `modified`: time of the
-    last change of it or of its direct entries, in seconds since 1970. `bytes`: size of its direct files. `is_certain`:
-    whether its format shows that it is complete."""
+    file that is written last, if its format has one, because an evaluation may add files later; else of the last change
+    of it or of its direct entries, in seconds since 1970. `bytes`: size of its direct files. `is_certain`: whether its
+    format shows that it is complete."""
 
     path: Path
     iteration: int | None
@@ -57,70 +66,90 @@ def complete(path: Path) -> Checkpoint | None:
         state = path.stat()
     except FileNotFoundError:
         return None
-    if not os.path.isdir(path):
+    if not stat.S_ISDIR(state.st_mode):
+        if path.name in (MEGATRON_NOTE, DEEPSPEED_NOTE):
+            return None
         is_whole = _is_whole(path)
         if is_whole is False:
             return None
         return Checkpoint(path, iteration_of(path.name), state.st_mtime, state.st_size, is_certain=bool(is_whole))
     entries = _entries(path)
-    verdict = _is_complete_folder(path, entries, state.st_mtime)
+    modified = max([state.st_mtime, *(entry.st_mtime for entry in entries.values())])
+    verdict = _is_complete_folder(path, entries, modified)
     if verdict is False:
         return None
-    modified, size = state.st_mtime, 0
-    for entry in entries:
-        with suppress(FileNotFoundError):
-            entry_state = entry.stat()
-            modified = max(modified, entry_state.st_mtime)
-            size += entry_state.st_size if entry.is_file() else 0
+    seal = _seal(path, entries.keys())
+    if verdict and seal is not None:
+        modified = entries[seal].st_mtime
+    size = sum(entry.st_size for entry in entries.values() if stat.S_ISREG(entry.st_mode))
     return Checkpoint(path, iteration_of(path.name), modified, size, is_certain=bool(verdict))
 
 
 def iteration_of(name: str) -> int | None:
     """Return the iteration in a name: 500 in `step_500`, `iter_0000500`, `checkpoint-500`, `epoch=1-step=500.ckpt`."""
     stem = name.removesuffix(Path(name).suffix) if Path(name).suffix in (*ZIP_FILES, ".safetensors", ".bin") else name
-    if step := _STEP.search(stem):
-        return int(step[1])
-    numbers = _NUMBER.findall(stem)
-    return int(numbers[-1]) if numbers else None
+    step = _STEP.search(stem)
+    number = step[1] if step else next(reversed(_NUMBER.findall(stem)), "")
+    return int(number) if 0 < len(number) <= MAX_DIGITS else None
 
 
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    entries: list[os.DirEntry[str]] = []
+def _entries(folder: Path) -> dict[str, os.stat_result]:
+    entries: dict[str, os.stat_result] = {}
     with os.scandir(folder) as scan:
-        for entry in scan:
-            entries.append(entry)
-            if len(entries) == MAX_ENTRIES:
-                break
+        for entry in islice(scan, MAX_ENTRIES):
+            with suppress(FileNotFoundError):
+                entries[entry.name] = entry.stat()
     return entries
 
 
-def _is_complete_folder(folder: Path, entries: Sequence[os.DirEntry[str]], modified: float) -> bool | None:
-    """Return whether a folder holds a complete checkpoint; None if its format is not known."""
-    names = {entry.name for entry in entries}
+def _seal(folder: Path, names: Collection[str]) -> str | None:
+    """Return the name of the file that is written last, whether it is there or not; None if the format has none."""
+    if any(name == DCP_SEAL or name.endswith(".distcp") for name in names):
+        return DCP_SEAL
+    return HF_SEAL if HF_SEAL in names or _HF_FOLDER.fullmatch(folder.name) else None
+
+
+def _is_complete_folder(folder: Path, entries: Mapping[str, os.stat_result], modified: float) -> bool | None:
+    """Return whether a folder holds a complete checkpoint; None if its format is not known, or if it may be about to be
+    written again: files that the format writes first are newer than the last one."""
+    names = entries.keys()
     if not names:
         return False
-    noted = _note(folder.parent / MEGATRON_NOTE)
-    if noted is not None and folder.name.startswith("iter_"):
-        iteration = iteration_of(folder.name)
-        return noted.isdigit() and iteration is not None and iteration <= int(noted)
-    if any(name == ".metadata" or name.endswith(".distcp") for name in names):
-        return _size(folder / ".metadata") > 0
-    if "trainer_state.json" in names or _HF_FOLDER.fullmatch(folder.name):
-        return "trainer_state.json" in names
-    noted = _note(folder.parent / DEEPSPEED_NOTE)
-    if noted is not None:
-        return noted == folder.name or modified <= (folder.parent / DEEPSPEED_NOTE).stat().st_mtime
+    seal = _seal(folder, names)
+    if seal is not None and (seal not in names or not entries[seal].st_size):
+        return False
+    noted = _is_noted(folder, modified)
+    if noted is not None or seal is None:
+        return noted if noted is not None else _is_whole_folder(folder, names)
+    first = (entry.st_mtime for name, entry in entries.items() if name.endswith(DATA_FILES))
+    return True if max(first, default=0.0) <= entries[seal].st_mtime + SEAL_SLACK_S else None
+
+
+def _is_noted(folder: Path, modified: float) -> bool | None:
+    """Return whether a folder is no newer than the newest complete checkpoint, which Megatron-LM and DeepSpeed name in
+    a file beside it: by its iteration, and by the time of that file. None if there is no such file, or if it names this
+    folder, which has changed since."""
+    for name in (MEGATRON_NOTE, DEEPSPEED_NOTE):
+        if name == MEGATRON_NOTE and not folder.name.startswith("iter_"):
+            continue
+        note = folder.parent / name
+        if (noted := _note(note)) is None:
+            continue
+        newest, iteration = iteration_of(noted), iteration_of(folder.name)
+        if newest is not None and iteration is not None and iteration > newest:
+            return False  # it was not written to the end
+        if modified <= note.stat().st_mtime:
+            return True
+        return None if noted == folder.name or (iteration is not None and iteration == newest) else False
+    return None
+
+
+def _is_whole_folder(folder: Path, names: Iterable[str]) -> bool | None:
+    """Return whether no file of a folder is truncated; None if no format shows it."""
     if any(name.endswith(UNFINISHED_ENDINGS) for name in names):
         return False
     whole = [_is_whole(folder / name) for name in sorted(names) if name.endswith((*ZIP_FILES, ".safetensors"))]
     return False if False in whole else None
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
 
 
 def _note(path: Path) -> str | None:

@@ -37,8 +37,9 @@ class Saving(Script):
             self.look()
 
     def look(self) -> None:
-        self.wait(16)
-        self.obey()
+        for _ in range(16):
+            self.wait(1)
+            self.obey()
 
     def prints(self, *iterations: int, loss: float | None = 2.0) -> None:
         for iteration in iterations:
@@ -123,19 +124,27 @@ def test_a_job_that_is_run_again_begins_with_the_newest_checkpoint_on_disk() -> 
     assert job.started_with == [("/ckpt/step_50", 50)] * 2
 
 
-def test_a_file_system_that_hangs_delays_a_start_by_ten_seconds_only() -> None:
+def test_a_file_system_that_hangs_delays_a_start_by_a_minute_at_most() -> None:
     job = Saving()
     job.is_hung = True
     job.begin()
-    assert not job.starts
-    job.wait(12)
+    job.wait(55)
+    assert not job.starts, "the script would begin anew, although it may have checkpoints"
+    job.wait(7)
     assert len(job.starts) == 2
     job.obey()
+    assert any("has not succeeded within 60 s" in text for text in job.texts)
+
+
+def test_a_file_system_that_hangs_delays_a_restart_by_ten_seconds_only() -> None:
+    job = saving()
+    job.save(5)
+    job.is_hung = True
     job.kill(2)
     assert len(job.starts) == 2
     job.wait(12)
     job.obey()
-    assert job.resumed == ["", ""]
+    assert job.resumed == ["", "step_5"]
 
 
 def test_without_a_pattern_and_without_reports_nothing_is_looked_for() -> None:
@@ -326,9 +335,30 @@ def test_a_loss_that_recovers_is_left_alone() -> None:
 
 def test_a_rank_that_always_prints_nan_says_nothing() -> None:
     job = saving()
-    job.prints(*range(1, 31), loss=math.nan)
     job.save(30)
+    job.prints(*range(1, 231), loss=math.nan)
+    job.kill(2)
     job.prints(*range(31, 231), loss=math.nan)
+    assert job.resumed == ["", "step_30"]
+
+
+def test_one_bad_loss_does_not_make_a_checkpoint_bad() -> None:
+    job = saving()
+    job.prints(*range(1, 30))
+    job.prints(30, loss=math.inf)
+    job.save(30)
+    job.prints(*range(31, 60))
+    job.kill(2)
+    assert job.resumed == ["", "step_30"]
+    assert not job.distrusted
+
+
+def test_bad_losses_with_no_restart_left_are_no_failure_in_the_record() -> None:
+    job = saving(max_restarts=0)
+    job.prints(*range(1, 31))
+    job.save(30)
+    job.prints(*range(31, 65), loss=math.nan)
+    assert not job.all(FailureFound)
     assert job.resumed == [""]
 
 
@@ -379,7 +409,8 @@ def shrunk(**settings: Any) -> Saving:
 
 
 def rejoin(job: Saving) -> None:
-    job.run_for(40)
+    for _ in range(3):
+        job.look()
     job.feed(api.AgentJoined(node="n9", host="n9", devices=2, lease=1))
     job.obey()
 
@@ -423,3 +454,141 @@ def test_a_script_that_cannot_be_told_its_checkpoint_does_not_grow() -> None:
     job.prints(*range(11, 15))
     job.save(14)
     assert len(job.rounds) == 2
+
+
+def test_a_finished_script_does_not_grow() -> None:
+    job = shrunk()
+    rejoin(job)
+    job.prints(*range(11, 15))
+    job.controller.job.record.goal = 0  # it prints no last iteration
+    job.save(14, look=False)
+    for rank in range(6):
+        job.feed(api.WorkerExited(rank=rank, status=0))
+    job.obey()
+    assert job.end is not None
+    assert job.end[0] == 0
+    assert len(job.rounds) == 2
+
+
+# --- take-over, slow searches ---------------------------------------------------------------------------------------
+
+
+def taken_over(before: Saving) -> Saving:
+    """The same job under another supervisor, to which all nodes have reconnected."""
+    after = Saving(Controller.recover(before.settings, before.journal))
+    after.disk, after.is_hung, after.now = dict(before.disk), before.is_hung, before.now
+    for number, name in enumerate(before.settings.node_names):
+        workers = tuple(m.RunningWorker(rank=2 * number + d, device=d, pid=10 + d) for d in (0, 1))
+        after.feed(api.AgentJoined(node=name, host=name, devices=2, inventory=m.Inventory(workers=workers)))
+    after.feed(api.AgentBeat(node="n1", beat=m.Beat(workers=(), met=True)))
+    after.obey()
+    return after
+
+
+def test_a_new_supervisor_knows_the_checkpoints_that_the_script_has_reported() -> None:
+    before = saving(finds_checkpoints=False)
+    before.save(7, look=False)
+    before.feed(api.WorkerSaid(rank=0, message=m.ScriptSaved(path="/ckpt/step_7", iteration=7)))
+    before.obey()
+    after = taken_over(before)
+    after.kill(2)
+    assert after.resumed == ["step_7"]
+    assert after.all(WorkersOrdered)[0].round == 1
+
+
+def test_a_new_supervisor_with_a_hanging_file_system_uses_the_checkpoints_in_the_journal() -> None:
+    before = saving()
+    before.save(7)
+    before.is_hung = True
+    after = taken_over(before)
+    after.kill(2)
+    after.wait(12)
+    after.obey()
+    assert after.resumed == ["step_7"]
+
+
+def test_a_search_that_fails_for_a_while_is_repeated_before_the_start() -> None:
+    job = Saving()
+    job.save(50, look=False)
+    job.is_hung = True
+    job.begin()
+    job.feed(api.CheckpointsFound(checkpoints=(), error="Input/output error"))
+    job.wait(3)
+    assert not job.starts, "it would begin anew"
+    job.feed(api.CheckpointsFound(checkpoints=tuple(job.disk.values())))
+    assert job.resumed == ["step_50"]
+
+
+def test_checkpoints_of_an_earlier_job_are_none_of_this_job_after_a_failed_search() -> None:
+    job = Saving()
+    for iteration in (30, 40, 50):
+        job.now += 1.0
+        job.save(iteration, look=False)
+    job.is_hung = True
+    job.begin()
+    job.feed(api.CheckpointsFound(checkpoints=(), error="Input/output error"))
+    job.is_hung = False
+    job.wait(2)
+    job.obey()
+    assert [entry.iteration for entry in job.all(CheckpointCommitted)] == [50]
+
+
+def test_the_answer_to_a_search_that_began_earlier_is_not_taken_for_a_later_one() -> None:
+    job = saving()
+    job.save(10)
+    job.is_hung = True
+    old = tuple(job.disk.values())
+    job.wait(16)  # the search hangs
+    job.wait(12)
+    job.kill(2)
+    job.save(20, look=False)
+    report = m.ScriptSaved(path="/ckpt/step_20", iteration=20)
+    job.feed(api.WorkerSaid(rank=0, message=report))
+    job.feed(api.CheckpointsFound(checkpoints=old))
+    job.is_hung = False
+    job.wait(2)
+    job.obey()
+    assert job.resumed == ["", "step_20"]
+
+
+def test_a_slow_search_is_seldom_repeated() -> None:
+    job = saving()
+    job.is_hung = True
+    job.obeyed = len(job.actions)
+    for _ in range(10):
+        job.wait(20)
+        if any(isinstance(action, api.FindCheckpoints) for action in job.actions[job.obeyed :]):
+            job.feed(api.CheckpointsFound(checkpoints=()))
+        job.obey()
+    searches = [action for action in job.actions if isinstance(action, api.FindCheckpoints)]
+    assert len(searches) <= 4
+
+
+def test_all_ranks_may_report_a_checkpoint() -> None:
+    job = saving(finds_checkpoints=False)
+    job.save(7, look=False)
+    for rank in range(4):
+        job.feed(api.WorkerSaid(rank=rank, message=m.ScriptSaved(path="/ckpt/step_7", iteration=7)))
+    job.obey()
+    assert len([action for action in job.actions if isinstance(action, api.FindCheckpoints)]) == 2
+
+
+def test_checkpoints_completed_just_before_the_failures_are_progress() -> None:
+    job = saving(declares=False)
+    for iteration in range(10, 80, 10):
+        job.wait(5)
+        job.save(iteration, look=False)
+        job.kill(2)
+        job.wait(4)
+        job.obey()
+    assert job.end is None
+    assert job.resumed[-1] == "step_70"
+
+
+def test_the_user_is_told_that_all_checkpoints_are_gone() -> None:
+    job = saving()
+    job.save(10)
+    job.disk.clear()
+    job.kill(2)
+    assert job.resumed == ["", ""]
+    assert any("no checkpoint is left: /ckpt/step_10" in text for text in job.texts)

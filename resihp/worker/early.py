@@ -7,10 +7,11 @@ environment that its rank would have in the next round. It imports the libraries
 round ends otherwise, it is killed. It is not forked again, so libraries may start threads of C libraries, draw random
 numbers or register exit functions: all that belongs to the rank that it becomes.
 
-An early worker is used only if the import could not have told the difference: arguments, folder, CPUs and every
-environment variable that was read meanwhile are the same, and the user's files are unchanged. It gives up, and the rank
-is started as usual, if the import fails, starts a thread of Python or a process, opens anything but files (a device, a
-connection), or imports a module of the user. What it prints goes to the rank's log when it is used.
+An early worker is used only if the import could not have told the difference: folder, CPUs and every environment
+variable that was read meanwhile are the same, the arguments too if they were read, and the user's files are unchanged.
+It gives up, and the rank is started as usual, if the import fails, starts a thread of Python or a process, opens
+anything but files (a device, a connection), or imports a module of the user. What it prints goes to the rank's log when
+it is used.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 
@@ -38,6 +38,7 @@ from resihp.protocol.channels import LocalChannel
 from resihp.worker import entry
 from resihp.worker.requests import Fork
 from resihp.worker.script_imports import ImportsAtTop, LibraryImport, imports_at_top
+from resihp.worker.watched_reads import ALL_NAMES, watched_arguments, watched_environment
 
 EARLY_AFTER_S = 10.0
 """Seconds from the start of a round until its early workers are started, one after the other: until then the ranks
@@ -47,21 +48,22 @@ WORTHWHILE_S = 0.1
 ROUND_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 PORT_VARIABLE = "MASTER_PORT"
 """Differs in each round, in a way that nobody knows in advance."""
+RESUME_VARIABLES = "RESIHP_RESUME_"
+"""Beginning of the names of the variables that name a checkpoint: it is not known in advance."""
 HARMLESS_DEVICES = ("/dev/null", "/dev/urandom")
-ALL_NAMES = "*"
-USED_BY = {"fsspec.config": "FSSPEC"}
-"""Modules that copy the whole environment, and the beginning of the names of those variables that they use."""
 MOST_DISPENSABLE = "1000"
 """Value of `oom_score_adj` of a process that the kernel kills first."""
 
 
 class Imported(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Report of an early worker that has imported. `read`: names of the environment variables that were read meanwhile;
-    `all_names`: whether the names of all variables were listed. `files`: as `ImportsAtTop.files`."""
+    `all_names`: whether the names of all variables were listed; `arguments`: whether those of the script were read.
+    `files`: as `ImportsAtTop.files`."""
 
     seconds: float
     read: tuple[str, ...]
     all_names: bool
+    arguments: bool
     files: dict[str, tuple[int, int]]
 
 
@@ -83,7 +85,9 @@ class EarlyWorker:
         them."""
         if self.report is None or not ImportsAtTop(files=self.report.files).is_current():
             return False
-        if self.report.all_names and request.environment.keys() != self.expected.environment.keys():
+        if self.report.all_names and _names(request) != _names(self.expected):
+            return False
+        if self.report.arguments and request.argv != self.expected.argv:
             return False
         same = ("OMP_NUM_THREADS", "PYTHONPATH", *self.report.read)
         return _place_of(request) == _place_of(self.expected) and all(
@@ -92,7 +96,12 @@ class EarlyWorker:
 
 
 def _place_of(request: Fork) -> tuple[object, ...]:
-    return request.kind, request.argv, request.cwd, request.processors
+    return request.kind, request.argv[0], request.cwd, request.processors
+
+
+def _names(request: Fork) -> set[str]:
+    """Return the names of the environment variables, without those of the checkpoint, which no library knows."""
+    return {name for name in request.environment if not name.startswith(RESUME_VARIABLES)}
 
 
 def expected_next(request: Fork) -> Fork:
@@ -237,6 +246,7 @@ def import_and_wait(
     while part := os.read(output, 1 << 16):
         os.write(1, part)
     os.close(output)
+    sys.argv[:] = request.argv
     os.environ.clear()
     os.environ.update({**request.environment, AGENT_FD: str(agent_fd)})
     for name, value in written.items():
@@ -281,7 +291,7 @@ def _import(expected: Fork, agent_fd: int, folders: Sequence[str]) -> tuple[Impo
     variables, before = os.environ, dict(os.environ)
     begun = time.monotonic()
     try:
-        with _watched_environment() as read:
+        with watched_environment() as read, watched_arguments() as arguments:
             for library in imports.libraries:
                 _perform(library)
     except (Exception, SystemExit) as error:
@@ -299,7 +309,11 @@ def _import(expected: Fork, agent_fd: int, folders: Sequence[str]) -> tuple[Impo
         if before.get(name) != os.environ.get(name)
     }
     return Imported(
-        seconds=seconds, read=tuple(read - {ALL_NAMES}), all_names=ALL_NAMES in read, files=imports.files
+        seconds=seconds,
+        read=tuple(read - {ALL_NAMES}),
+        all_names=ALL_NAMES in read,
+        arguments=arguments.were_read,
+        files=imports.files,
     ), written
 
 
@@ -309,43 +323,6 @@ def _perform(library: LibraryImport) -> None:
     for name in library.names:
         if name != "*" and not hasattr(module, name):
             importlib.import_module(f"{library.module}.{name}")
-
-
-@contextmanager
-def _watched_environment() -> Iterator[set[str]]:
-    """Record the names of the environment variables that are read through `os.environ`, and ALL_NAMES if all names are
-    listed."""
-    read: set[str] = set()
-
-    class RecordedEnvironment(os._Environ):  # type: ignore[type-arg]
-        def __getitem__(self, name: str | bytes) -> Any:
-            text = os.fsdecode(name)
-            if text.startswith(USED_BY.get(_reader(), "")):
-                read.add(text)
-            return super().__getitem__(name)
-
-        def __iter__(self) -> Iterator[Any]:
-            if _reader() not in USED_BY:
-                read.add(ALL_NAMES)
-            return super().__iter__()
-
-    usual = type(os.environ)
-    mappings: tuple[Any, ...] = (os.environ, os.environb)
-    for mapping in mappings:
-        mapping.__class__ = RecordedEnvironment
-    try:
-        yield read
-    finally:
-        for mapping in mappings:
-            mapping.__class__ = usual
-
-
-def _reader() -> str:
-    """Return the name of the module that reads the environment now."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") in ("os", "collections.abc", "_collections_abc"):
-        frame = frame.f_back
-    return "" if frame is None else str(frame.f_globals.get("__name__"))
 
 
 def _open_files() -> set[tuple[int, str]]:

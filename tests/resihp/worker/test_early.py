@@ -15,6 +15,7 @@ import pytest
 
 from resihp.protocol.channels import LocalChannel
 from resihp.worker.requests import Alone, Ended, Fork, Forked, KillOrphans, Ready, Report
+from resihp.worker.watched_reads import watched_arguments
 from tests.resihp.worker.test_forkserver import gone
 
 SOON = """\
@@ -27,7 +28,7 @@ LIBRARY = """\
 import atexit, os, sys, time, __main__
 time.sleep(0.15)
 ROUND, LOCAL_RANK, OPTION = map(os.environ.get, ("TORCHELASTIC_RESTART_COUNT", "LOCAL_RANK", "OPTION"))
-MAIN, ARGUMENTS, PID = __main__, list(sys.argv), os.getpid()
+MAIN, PID = __main__, os.getpid()
 os.environ["SET_BY_LIBRARY"] = "yes"
 atexit.register(print, "end of the library", flush=True)
 print("the library is imported", flush=True)
@@ -36,7 +37,8 @@ SCRIPT = """\
 import library
 import atexit, os, sys, time
 assert library.MAIN is sys.modules["__main__"] and library.MAIN.__dict__ is globals()
-assert library.ARGUMENTS == sys.argv and library.PID == os.getpid()
+assert library.PID == os.getpid() and type(sys.argv) is list
+assert getattr(library, "ARGUMENTS", sys.argv) == sys.argv
 atexit.register(print, "end of the script", flush=True)
 print(library.ROUND, library.LOCAL_RANK, library.OPTION, os.environ["SET_BY_LIBRARY"], flush=True)
 while os.path.exists("wait"):
@@ -65,7 +67,9 @@ class Node:
             )
         assert isinstance(self.server.recv(Report), Ready)
 
-    def start_round(self, number: int, ranks: int = 1, **environment: str) -> list[int]:
+    def start_round(
+        self, number: int, ranks: int = 1, *, resume: str = "--resume=step_0", **environment: str
+    ) -> list[int]:
         """Start ranks that wait; return their process ids."""
         (self.folder / "wait").touch()
         pids = []
@@ -78,7 +82,7 @@ class Node:
             request = Fork(
                 rank=rank,
                 kind="script",
-                argv=("train.py", "--lr", "1"),
+                argv=("train.py", "--lr", "1", resume),
                 cwd=str(self.folder),
                 environment={"OPTION": "a", **own, **environment},
                 log=str(self.folder / f"{rank}.log"),
@@ -108,7 +112,9 @@ class Node:
     def finish(self, pid: int, rank: int = 0) -> str:
         """Let a rank go on to its end; return what it has written in this round."""
         (self.folder / "wait").unlink(missing_ok=True)
-        assert self.server.recv(Report) == Ended(rank=rank, pid=pid, status=3)
+        while (ended := self.server.recv(Report)).rank != rank:
+            assert ended.status == 3, ended  # the script of another rank
+        assert ended == Ended(rank=rank, pid=pid, status=3)
         return (self.folder / f"{rank}.log").read_text().rpartition("round ")[2]
 
 
@@ -158,6 +164,70 @@ def test_another_value_of_a_variable_that_was_read_needs_a_new_import(node: Node
     (second,) = node.start_round(1, OPTION="b")
     assert second not in early
     assert "1 0 b yes" in node.finish(second)
+
+
+def test_the_next_round_may_have_another_checkpoint_in_its_arguments(node: Node) -> None:
+    with (node.folder / "site-packages" / "library.py").open("a") as library:
+        library.write("NAMES = set(os.environ)\n")
+    (node.folder / "train.py").write_text(SCRIPT + "\n")
+    first = node.start_round(0)
+    node.until_logged("imported in advance")
+    early = children_of(node.process.pid) - set(first)
+    node.end_round(first)
+    (second,) = node.start_round(1, resume="--resume=step_40", RESIHP_RESUME_FROM="step_40")
+    assert {second} == early
+    node.finish(second)
+
+
+def test_other_arguments_need_a_new_import_if_a_library_has_read_them(node: Node) -> None:
+    with (node.folder / "site-packages" / "library.py").open("a") as library:
+        library.write("ARGUMENTS = [*sys.argv]\n")
+    first = node.start_round(0)
+    node.until_logged("imported in advance")
+    early = children_of(node.process.pid) - set(first)
+    node.end_round(first)
+    (second,) = node.start_round(1, resume="--resume=step_40")
+    assert {second} != early
+    node.finish(second)
+
+
+@pytest.mark.parametrize(
+    "reading",
+    [
+        "sys.argv[0]",
+        "sys.argv[1:]",
+        "[*sys.argv]",
+        "list(sys.argv)",
+        "tuple(sys.argv)",
+        "' '.join(sys.argv)",
+        "len(sys.argv)",
+        "bool(sys.argv)",
+        "'-v' in sys.argv",
+        "sys.argv + ['-v']",
+        "sys.argv.copy()",
+        "sys.argv.index('train.py')",
+        "sys.argv == ['train.py']",
+        "repr(sys.argv)",
+        "sorted(sys.argv)",
+        "kept.append(sys.argv)",
+        "setattr(sys, 'argv', ['x'])",
+    ],
+)
+def test_any_use_of_the_arguments_is_noticed(reading: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1"])
+    usual = sys.argv
+    kept: list[list[str]] = []
+    with watched_arguments() as arguments:
+        assert not arguments.were_read
+        eval(reading, {"sys": sys, "kept": kept})
+    assert arguments.were_read
+    assert sys.argv is usual
+
+
+def test_arguments_that_nothing_reads_are_known_as_such() -> None:
+    with watched_arguments() as arguments:
+        import json.tool  # noqa: F401
+    assert not arguments.were_read
 
 
 def test_a_changed_script_is_started_as_it_is_now(node: Node) -> None:

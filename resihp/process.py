@@ -324,3 +324,37 @@ def name_thread(name: str) -> None:
     """Name the calling thread for `ps -L`, so that a stuck thread can be identified. The kernel keeps 15 characters."""
     with suppress(OSError):
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
+
+
+def free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes that this process may still use, by the machine's memory and by the limits of its control
+    groups, of either version. Memory of files that the kernel can drop counts as free."""
+    free = _figure(proc / "meminfo", "MemAvailable:") * 1024
+    for line in _lines(proc / "self" / "cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        names = ("memory.max", "memory.current", "inactive_file")
+        if controllers:
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        limit_name, usage_name, droppable_name = names
+        top = cgroups / controllers
+        for folder in (top / path.strip("/"), *(top / path.strip("/")).parents):
+            limit = "".join(_lines(folder / limit_name)).strip()
+            if limit.isdecimal() and folder.is_relative_to(top):
+                usage = int("".join(_lines(folder / usage_name)).strip() or 0)
+                free = min(free, int(limit) - usage + _figure(folder / "memory.stat", droppable_name))
+    return max(0, free)
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the lines of a small file; none if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _figure(path: Path, name: str) -> int:
+    """Return the number after a name at the beginning of a line; 0 if there is none."""
+    return next((int(line.split()[1]) for line in _lines(path) if line.split()[:1] == [name]), 0)

@@ -33,7 +33,7 @@ from typing import NoReturn
 import msgspec
 
 import resihp
-from resihp.process import AGENT_FD
+from resihp.process import AGENT_FD, free_memory
 from resihp.protocol.channels import LocalChannel
 from resihp.worker import entry
 from resihp.worker.requests import Fork
@@ -43,6 +43,8 @@ from resihp.worker.watched_reads import ALL_NAMES, watched_arguments, watched_en
 EARLY_AFTER_S = 10.0
 """Seconds from the start of a round until its early workers are started, one after the other: until then the ranks
 themselves import."""
+MIN_FREE_BYTES = 4 << 30
+"""Memory that has to be free for an early worker. One has used up to 150 MB of its own; a script may load gigabytes."""
 WORTHWHILE_S = 0.1
 """Imports that take less are left to the script."""
 ROUND_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
@@ -196,6 +198,10 @@ class EarlyWorkers:
         ranks = {early.expected.rank for early in self._waiting.values()}
         missing = next((request for request in expected if request.rank not in ranks), None)
         if missing is None:
+            self._due = float("inf")
+            return
+        if free_memory() < MIN_FREE_BYTES:
+            print("nothing is imported in advance: too little memory is free", file=sys.stderr)
             self._due = float("inf")
             return
         ours, theirs = socket.socketpair()

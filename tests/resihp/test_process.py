@@ -160,3 +160,47 @@ print(state_letter(spared.pid))
 def test_a_spared_child_lives_on_when_all_others_are_killed() -> None:
     done = subprocess.run([sys.executable, "-c", SPARING], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.split() in (["S", "X", "X"], ["R", "X", "X"]), done.stderr
+
+
+MIB = 1 << 20
+
+
+def machine(folder: Path, cgroup: str, files: dict[str, object]) -> int:
+    """Return the memory that is free on a machine with 1,000 MiB and these files of control groups."""
+    (folder / "proc" / "self").mkdir(parents=True)
+    (folder / "proc" / "meminfo").write_text("MemTotal:  9999999 kB\nMemAvailable:  1024000 kB\n")
+    (folder / "proc" / "self" / "cgroup").write_text(cgroup)
+    for name, content in files.items():
+        path = folder / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+    return free_memory(folder / "proc", folder / "cgroup") // MIB
+
+
+def test_without_a_limit_the_machines_memory_is_free(tmp_path: Path) -> None:
+    assert machine(tmp_path, "0::/job\n", {"job/memory.max": "max", "job/memory.current": 5 * MIB}) == 1000
+
+
+def test_the_smallest_limit_of_the_groups_counts(tmp_path: Path) -> None:
+    files = {
+        "memory.max": "max",
+        "job/memory.max": 800 * MIB,
+        "job/memory.current": 500 * MIB,
+        "job/memory.stat": f"anon 5\ninactive_file {100 * MIB}",
+        "job/step/memory.max": "max",
+    }
+    assert machine(tmp_path, "0::/job/step\n", files) == 400
+
+
+def test_limits_of_the_first_version_of_control_groups_count(tmp_path: Path) -> None:
+    files = {
+        "memory/slurm/memory.limit_in_bytes": 600 * MIB,
+        "memory/slurm/memory.usage_in_bytes": 500 * MIB,
+        "memory/slurm/memory.stat": f"total_inactive_file {50 * MIB}",
+    }
+    assert machine(tmp_path, "3:cpu:/slurm\n9:memory:/slurm\n", files) == 150
+
+
+def test_a_group_over_its_limit_has_nothing_free(tmp_path: Path) -> None:
+    files: dict[str, object] = {"job/memory.max": 100 * MIB, "job/memory.current": 200 * MIB}
+    assert machine(tmp_path, "0::/job\n", files) == 0

@@ -5,10 +5,11 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from resihp.process import MOST_OPEN_FILES, titled
+from resihp.process import MOST_OPEN_FILES, free_memory, titled
 
 SAY = """
 import os, resource, subprocess, sys

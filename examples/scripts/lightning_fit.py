@@ -63,9 +63,7 @@ trainer = lightning.Trainer(
     num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
     max_steps=options.iterations,
     max_epochs=-1,
-    callbacks=[
-        ModelCheckpoint(options.folder, filename="step_{step:06}", auto_insert_metric_name=False, save_top_k=-1)
-    ],
+    callbacks=[save],
     logger=False,
     enable_progress_bar=False,
     enable_model_summary=False,

@@ -61,14 +61,14 @@ class CheckpointFinder:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[api.CheckpointsFound] = loop.create_future()
 
-        def take(found: api.CheckpointsFound) -> None:
+        def take(event: api.CheckpointsFound) -> None:
             if not answer.done():
-                answer.set_result(found)
+                answer.set_result(event)
 
         def search() -> None:
-            found = self._search(action)
+            event = self._search(action)
             with suppress(RuntimeError):  # the job has ended meanwhile
-                loop.call_soon_threadsafe(take, found)
+                loop.call_soon_threadsafe(take, event)
 
         # no thread of the loop's own: the supervisor would wait for it at its end, though the file system hangs
         threading.Thread(target=search, name="finds checkpoints", daemon=True).start()

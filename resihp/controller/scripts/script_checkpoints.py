@@ -76,7 +76,7 @@ def look(job: Job) -> None:
     checkpoints = job.record.checkpoints.by_path
     paths = search.reported if job.settings.finds_checkpoints else checkpoints.keys() | search.reported
     versions = frozenset(map(version_of, checkpoints.values()))
-    job.do(api.FindCheckpoints(reported=tuple(sorted(paths)), fresh=frozenset(search.fresh), known=versions))
+    job.do(api.FindCheckpoints(reported=tuple(sorted(paths)), fresh=frozenset(search.fresh), complete=versions))
     search.asked_at, search.fresh = job.now, set()
 
 

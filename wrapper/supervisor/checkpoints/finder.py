@@ -114,7 +114,7 @@ class CheckpointFinder:
             version = path, checkpoint.modified
             first_seen[version] = self._first_seen.get(version, now)
             settled = now - first_seen[version] >= SETTLED_S or time.time() - checkpoint.modified > SURELY_SETTLED_S
-            is_known = str(path) in action.fresh or (str(path), checkpoint.modified) in action.known
+            is_known = str(path) in action.fresh or (str(path), checkpoint.modified) in action.complete
             if checkpoint.is_certain or is_known or settled:
                 checkpoints.append(checkpoint)
         self._first_seen = first_seen
@@ -129,7 +129,7 @@ class CheckpointFinder:
         try:
             os.scandir(Path(*plain)).close()
         except FileNotFoundError:
-            if action.known:
+            if action.complete:
                 raise
             return []
         return heapq.nlargest(MAX_MATCHES, glob.iglob(self._pattern), key=_number)

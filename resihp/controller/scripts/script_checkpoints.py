@@ -67,6 +67,12 @@ def watch(job: Job) -> None:
         look(job)
 
 
+def look_at_once(job: Job) -> None:
+    """Look for new checkpoints, though the next look is not due."""
+    if _looks(job):
+        look(job)
+
+
 def look(job: Job) -> None:
     """Ask for a search; if one is under way, for another one after it."""
     search = job.search

@@ -251,10 +251,8 @@ def _progress(
             record.committed = entry.last
         case CheckpointCommitted():
             record.checkpointed = max(record.checkpointed, entry.iteration)
-            if entry.modified is not None:
-                if record.restart is not None and record.checkpoints.shows_progress(entry, record.restart):
-                    record.fruitless = 0  # it was completed just before the round ended
-                record.checkpoints.found(entry)
+            if entry.modified is not None and record.checkpoints.found(entry, record.restart):
+                record.fruitless = 0
         case CheckpointDistrusted():
             record.checkpoints.distrust(entry)
             if entry.failure:  # an older checkpoint deserves a try

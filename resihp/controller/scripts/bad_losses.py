@@ -36,8 +36,10 @@ def take(job: Job, iteration: int, loss: float) -> None:
         watch.good(job.counter.rank, loss)
         return
     watch.bad(iteration)
-    if watch.bad_count >= MAX_BAD and not watch.is_hopeless:
-        watch.is_hopeless = True
+    if watch.bad_count >= MAX_BAD and not watch.is_refused:
+        if not watch.is_hopeless:
+            watch.is_hopeless = True
+            script_checkpoints.look_at_once(job)  # there may be a checkpoint since the last look
         _start_again(job, watch, loss)
 
 
@@ -76,4 +78,4 @@ def _start_again(job: Job, watch: LossWatch, loss: float) -> None:
             )
         )
         incidents.log_incidents(job)
-    restarts.begin(job, reason, is_fruitless=True)
+    watch.is_refused = not restarts.begin(job, reason, is_fruitless=True)

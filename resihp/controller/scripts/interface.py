@@ -52,11 +52,11 @@ class ProcessesEnded(Event, frozen=True, kw_only=True):
 class FindCheckpoints(Action, frozen=True, kw_only=True):
     """Find the complete checkpoints of a script: those that match `[checkpoint] latest`, and those that it has reported
     and that are still there. Answered with `CheckpointsFound`. `fresh`: those reported since the last request, which
-    are complete as they are now. `known`: versions that are known to be complete."""
+    are complete as they are now. `complete`: versions that are known to be complete."""
 
     reported: tuple[str, ...] = ()
     fresh: frozenset[str] = frozenset()
-    known: frozenset[Version] = frozenset()
+    complete: frozenset[Version] = frozenset()
 
 
 class EndProcesses(Action, frozen=True, kw_only=True):

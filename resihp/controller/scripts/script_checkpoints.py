@@ -52,9 +52,9 @@ def is_ready(job: Job, since: float) -> bool:
         return False
     if not search.is_overdue:
         search.is_overdue = True
-        known = f"the newest known one is {search.stored[0].path}" if search.stored else "none is known"
-        why = search.error or "the file system does not answer"
-        job.say("warning", f"the search for checkpoints has not succeeded within {limit_s:.0f} s: {why}; {known}")
+        remark = f"the newest known one is {search.stored[0].path}" if search.stored else "none is known"
+        problem = search.error or "the file system does not answer"
+        job.say("warning", f"the search for checkpoints has not succeeded within {limit_s:.0f} s: {problem}; {remark}")
     return True
 
 
@@ -67,20 +67,23 @@ def watch(job: Job) -> None:
         look(job)
 
 
+def look_at_once(job: Job) -> None:
+    """Look for new checkpoints, though the next look is not due."""
+    if _looks(job):
+        look(job)
+
+
 def look(job: Job) -> None:
     """Ask for a search; if one is under way, for another one after it."""
     search = job.search
     search.is_due = search.asked_at is not None
     if search.is_due:
         return
-    search.asked_at, fresh, search.fresh = job.now, frozenset(search.fresh), set()
-    known = job.record.checkpoints.by_path
-    reported = search.reported if job.settings.finds_checkpoints else known.keys() | search.reported
-    job.do(
-        api.FindCheckpoints(
-            reported=tuple(sorted(reported)), fresh=fresh, known=frozenset(map(version_of, known.values()))
-        )
-    )
+    checkpoints = job.record.checkpoints.by_path
+    paths = search.reported if job.settings.finds_checkpoints else checkpoints.keys() | search.reported
+    versions = frozenset(map(version_of, checkpoints.values()))
+    job.do(api.FindCheckpoints(reported=tuple(sorted(paths)), fresh=frozenset(search.fresh), complete=versions))
+    search.asked_at, search.fresh = job.now, set()
 
 
 def reported(job: Job, report: ScriptSaved) -> None:

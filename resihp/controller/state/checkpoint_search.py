@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from resihp.record.scripts.checkpoints import StoredCheckpoint, Version
+from resihp.record.state import JobRecord
 
 
 @dataclass
@@ -31,3 +32,7 @@ class CheckpointSearch:
     """Why the last search failed; empty if it did not."""
     is_overdue: bool = False
     """Whether a start of the script has not waited for the end of the present search."""
+
+    @staticmethod
+    def of(record: JobRecord) -> CheckpointSearch:
+        return CheckpointSearch(stored=record.checkpoints.stored)

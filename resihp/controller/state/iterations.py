@@ -72,6 +72,8 @@ class LossWatch:
     bad_count: int = 0
     is_hopeless: bool = False
     """Whether so many losses in a row were bad that going on is worthless."""
+    is_refused: bool = False
+    """Whether the script cannot be started again because of them."""
 
     @property
     def has_recovered(self) -> bool:
@@ -82,10 +84,10 @@ class LossWatch:
         if len(self.recent) >= min_history:
             self.history = tuple(self.recent)
         self.recent.clear()
-        self.round, self.bad_since, self.bad_count, self.is_hopeless = number, 0, 0, False
+        self.round, self.bad_since, self.bad_count, self.is_hopeless, self.is_refused = number, 0, 0, False, False
 
     def good(self, rank: int, loss: float) -> None:
-        self.bad_since, self.bad_count, self.is_hopeless = 0, 0, False
+        self.bad_since, self.bad_count, self.is_hopeless, self.is_refused = 0, 0, False, False
         if math.isfinite(loss):
             self.finite_ranks.add(rank)
             self.recent.append(loss)

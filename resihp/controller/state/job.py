@@ -135,8 +135,7 @@ class Job:
         """(tokens, sum of squared lengths, micro-batches) of recent iterations."""
         self.profile: Profile | None = None
         """Times of layers and transfers; None until the detector has learned them."""
-        self.tuning, self.counter = Tuning(), PrintedCounter()
-        self.search = CheckpointSearch(stored=self.record.checkpoints.stored)
+        self.tuning, self.counter, self.search = Tuning(), PrintedCounter(), CheckpointSearch.of(self.record)
         self.forecast: Forecast | None = None
         """Predicted time of the last iteration with a reported workload; None if no time could be predicted yet."""
         self.parts: dict[tuple[int, int, str], dict[int, CheckpointPart]] = {}

@@ -59,24 +59,23 @@ class ScriptCheckpoints:
     @property
     def stored(self) -> tuple[StoredCheckpoint, ...]:
         """The known checkpoints, newest first. Some may not be on disk any more."""
-        known = (
+        checkpoints = (
             StoredCheckpoint(path=path, iteration=entry.iteration, modified=entry.modified or 0.0, bytes=entry.bytes)
             for path, entry in self.by_path.items()
         )
-        return tuple(sorted(known, key=lambda stored: (stored.modified, stored.iteration or 0), reverse=True))
+        return tuple(sorted(checkpoints, key=lambda stored: (stored.modified, stored.iteration or 0), reverse=True))
 
-    def found(self, entry: CheckpointCommitted) -> None:
+    def found(self, entry: CheckpointCommitted, decision: RestartDecided | None = None) -> bool:
+        """Add a checkpoint. `decision`: the one that has ended the present round, if any. Return whether the checkpoint
+        shows that the round had made progress before that; one with bad losses does not."""
         self.by_path.pop(entry.folder, None)
         self.by_path[entry.folder] = entry
         self.saved_in_round.add(version_of(entry))
         self.furthest = max(self.furthest, entry.iteration)
         while len(self.by_path) > MAX_KNOWN:
             self._forget(next(iter(self.by_path)))
-
-    def shows_progress(self, entry: CheckpointCommitted, decision: RestartDecided) -> bool:
-        """Return whether a checkpoint that was found after the end of a round shows that the round had made progress.
-        One with bad losses does not."""
-        return entry.iteration > self.furthest_before and not decision.reason.startswith("the loss ")
+        is_late = decision is not None and not decision.reason.startswith("the loss ")
+        return is_late and entry.iteration > self.furthest_before
 
     def distrust(self, entry: CheckpointDistrusted) -> None:
         self.distrusted[entry.folder, entry.modified] = entry.failure

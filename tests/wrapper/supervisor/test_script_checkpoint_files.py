@@ -203,7 +203,7 @@ def search(
         searcher = CheckpointFinder(request, asyncio.create_task, answer)
         for _ in range(times):
             found.clear()
-            searcher.begin(api.FindCheckpoints(reported=tuple(reported), fresh=fresh, known=frozenset(known)))
+            searcher.begin(api.FindCheckpoints(reported=tuple(reported), fresh=fresh, complete=frozenset(known)))
             await asyncio.wait_for(found.wait(), 10)
             await asyncio.sleep(0)
 

@@ -61,14 +61,14 @@ class CheckpointFinder:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[api.CheckpointsFound] = loop.create_future()
 
-        def take(found: api.CheckpointsFound) -> None:
+        def take(event: api.CheckpointsFound) -> None:
             if not answer.done():
-                answer.set_result(found)
+                answer.set_result(event)
 
         def search() -> None:
-            found = self._search(action)
+            event = self._search(action)
             with suppress(RuntimeError):  # the job has ended meanwhile
-                loop.call_soon_threadsafe(take, found)
+                loop.call_soon_threadsafe(take, event)
 
         # no thread of the loop's own: the supervisor would wait for it at its end, though the file system hangs
         threading.Thread(target=search, name="finds checkpoints", daemon=True).start()
@@ -114,7 +114,7 @@ class CheckpointFinder:
             version = path, checkpoint.modified
             first_seen[version] = self._first_seen.get(version, now)
             settled = now - first_seen[version] >= SETTLED_S or time.time() - checkpoint.modified > SURELY_SETTLED_S
-            is_known = str(path) in action.fresh or (str(path), checkpoint.modified) in action.known
+            is_known = str(path) in action.fresh or (str(path), checkpoint.modified) in action.complete
             if checkpoint.is_certain or is_known or settled:
                 checkpoints.append(checkpoint)
         self._first_seen = first_seen
@@ -129,7 +129,7 @@ class CheckpointFinder:
         try:
             os.scandir(Path(*plain)).close()
         except FileNotFoundError:
-            if action.known:
+            if action.complete:
                 raise
             return []
         return heapq.nlargest(MAX_MATCHES, glob.iglob(self._pattern), key=_number)

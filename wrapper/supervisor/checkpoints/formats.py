@@ -118,11 +118,11 @@ def _is_complete_folder(folder: Path, entries: Mapping[str, os.stat_result], mod
     seal = _seal(folder, names)
     if seal is not None and (seal not in names or not entries[seal].st_size):
         return False
-    noted = _is_noted(folder, modified)
-    if noted is not None or seal is None:
-        return noted if noted is not None else _is_whole_folder(folder, names)
-    first = (entry.st_mtime for name, entry in entries.items() if name.endswith(DATA_FILES))
-    return True if max(first, default=0.0) <= entries[seal].st_mtime + SEAL_SLACK_S else None
+    is_noted = _is_noted(folder, modified)
+    if is_noted is not None or seal is None:
+        return is_noted if is_noted is not None else _is_whole_folder(folder, names)
+    times = (entry.st_mtime for name, entry in entries.items() if name.endswith(DATA_FILES))
+    return True if max(times, default=0.0) <= entries[seal].st_mtime + SEAL_SLACK_S else None
 
 
 def _is_noted(folder: Path, modified: float) -> bool | None:
@@ -133,14 +133,14 @@ def _is_noted(folder: Path, modified: float) -> bool | None:
         if name == MEGATRON_NOTE and not folder.name.startswith("iter_"):
             continue
         note = folder.parent / name
-        if (noted := _note(note)) is None:
+        if (text := _note(note)) is None:
             continue
-        newest, iteration = iteration_of(noted), iteration_of(folder.name)
+        newest, iteration = iteration_of(text), iteration_of(folder.name)
         if newest is not None and iteration is not None and iteration > newest:
             return False  # it was not written to the end
         if modified <= note.stat().st_mtime:
             return True
-        return None if noted == folder.name or (iteration is not None and iteration == newest) else False
+        return None if text == folder.name or (iteration is not None and iteration == newest) else False
     return None
 
 

@@ -353,6 +353,15 @@ def test_one_bad_loss_does_not_make_a_checkpoint_bad() -> None:
     assert not job.distrusted
 
 
+def test_a_checkpoint_that_is_found_after_the_bad_losses_is_still_older() -> None:
+    job = saving()
+    job.prints(*range(1, 31))
+    job.save(30, look=False)
+    job.prints(*range(31, 56), loss=math.nan)
+    job.prints(56, loss=math.nan)
+    assert job.resumed == ["", "step_30"]
+
+
 def test_bad_losses_with_no_restart_left_are_no_failure_in_the_record() -> None:
     job = saving(max_restarts=0)
     job.prints(*range(1, 31))

@@ -8,6 +8,7 @@ exception.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -53,8 +54,13 @@ def send(message: msgspec.Struct) -> bool:
 
 
 def _open_socket() -> socket.socket:
-    """Return the socket to the agent. Raises OSError or ValueError if the script has closed it."""
+    """Return the socket to the agent. Raises OSError or ValueError if the script has closed it, or if this is another
+    program, started by the script, that has something else under that number."""
     global _socket
     if _socket is None:
-        _socket = socket.socket(fileno=os.dup(int(os.environ[AGENT_FD])))
+        sock = socket.socket(fileno=os.dup(int(os.environ[AGENT_FD])))
+        if sock.family != socket.AF_UNIX:
+            sock.close()
+            raise OSError(errno.ENOTSOCK, "not the agent's socket")
+        _socket = sock
     return _socket

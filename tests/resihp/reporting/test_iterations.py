@@ -163,3 +163,17 @@ def test_a_call_costs_a_few_microseconds(agent: Agent) -> None:
     calls()
     each_s = min(timeit.repeat(calls, number=2000, repeat=5)) / 2000
     assert each_s < 20e-6, "two calls, on a busy machine"
+
+
+def test_nothing_is_written_into_a_connection_of_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that the script starts inherits the variable, and may have a connection under that number."""
+    monkeypatch.setattr(outlet, "_socket", None)
+    monkeypatch.setattr(outlet, "_is_forked", False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        peer, _ = server.accept()
+        with client, peer:
+            monkeypatch.setenv(AGENT_FD, str(client.fileno()))
+            assert not outlet.send(m.ScriptSaved(path="/ckpt", iteration=1))
+            with pytest.raises(BlockingIOError):
+                peer.recv(1, socket.MSG_DONTWAIT)

@@ -180,7 +180,7 @@ def test_a_folder_that_holds_another_job_by_now_is_not_taken_for_it(
 def test_near_names_are_of_all_homes(elsewhere: Job) -> None:
     with pytest.raises(JobNotFoundError, match="did you mean local-1"):
         find_job("locl-1")
-    with pytest.raises(JobNotFoundError, match="resihp jobs --all lists all jobs"):
+    with pytest.raises(JobNotFoundError, match="resihp jobs --all lists all of yours, --all-users those of others"):
         find_job("99999")
 
 

@@ -76,7 +76,7 @@ class SharedSummary:
             self._publish()
             self._closing.wait(PUBLISH_EVERY_S if self._so_far.progress.nodes else 1.0)
         if self._ended:
-            with suppress(ResihpError):
+            with suppress(ResihpError, OSError):
                 withdraw(self._folder, self._cluster, self._job)
 
     def _publish(self) -> None:
@@ -95,7 +95,7 @@ class SharedSummary:
                 event_at=0.0 if event is None else event.at,
             )
             publish(self._folder, summary)
-        except ResihpError as error:
+        except (ResihpError, OSError, ValueError) as error:
             if not self._failing:
                 self._report(f"{error}; not reported again until it works, the job continues")
             self._failing = True

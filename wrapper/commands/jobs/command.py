@@ -57,4 +57,4 @@ def jobs(
     if hidden and not as_json:
         message(f"{hidden} more ended earlier: resihp jobs --all")
     elif not rows:
-        message("no job runs" if all_users else "you have no jobs; start one with resihp run")
+        message("no running job shares its progress" if all_users else "you have no jobs; start one with resihp run")

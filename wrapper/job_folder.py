@@ -240,7 +240,8 @@ def _find_elsewhere(name: str, jobs: Sequence[Job]) -> Job:
     if wrong:
         raise JobNotFoundError(f"job {name}: not in {home()}; whether it is in another folder of yours: {wrong[0]}")
     near = difflib.get_close_matches(name, dict.fromkeys([*(job.name for job in jobs), *registry.names()]), n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else "resihp jobs --all lists all of yours, --all-users those of others"
+    lists = "resihp jobs --all lists all of yours, --all-users those of others"
+    hint = f"did you mean {' or '.join(near)}?" if near else lists
     raise JobNotFoundError(f"job {name}: not in {home()}, nor in another folder of yours; {hint}")
 
 

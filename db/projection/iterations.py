@@ -71,7 +71,7 @@ def add_checkpoint(session: Session, job: models.JobRow, entry: journal.Checkpoi
             iteration=entry.iteration,
             folder=stored_text(entry.folder),
             bytes=entry.bytes,
-            seconds=finite(entry.seconds),
+            seconds=finite(entry.seconds) if entry.modified is None else None,  # how long a script took is not known
             committed_at=moment(at),
         )
     )

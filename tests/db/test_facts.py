@@ -63,6 +63,17 @@ def test_a_checkpoint_has_its_size_and_its_time(rows: Callable[[Told, str], list
     assert (found[2]["bytes"], found[2]["seconds"], found[2]["folder"]) == (10**12, 12.5, "/c/2")
 
 
+def test_how_long_a_script_took_for_its_checkpoint_is_not_known(
+    rows: Callable[[Told, str], list[dict[str, Any]]],
+) -> None:
+    def told() -> Told:
+        yield from story(ended=False)
+        yield journal.CheckpointCommitted(iteration=2, folder="/c/2", bytes=7, seconds=0.0, modified=1.5), BEGAN + 200
+
+    (checkpoint,) = [row for row in rows(told(), "checkpoints") if row["iteration"] == 2]
+    assert (checkpoint["bytes"], checkpoint["seconds"]) == (7, None)
+
+
 def test_of_a_link_both_ends_are_known_and_what_the_logs_said(
     rows: Callable[[Told, str], list[dict[str, Any]]],
 ) -> None:

@@ -186,15 +186,15 @@ def at_of(failure: dict[str, Any]) -> float:
     return datetime.fromisoformat(failure["noticed_at"]).timestamp()
 
 
-ROW = "{:>5} {:17} {:10} {:6} {:6} {:6} {:>6} {:>8} {:>8}  {}"
-HEADINGS = ("seed", "kind", "place", "hung", "named", "right", "stack", "noticed", "resumed", "cause")
+ROW_FORMAT = "{:>5} {:17} {:10} {:6} {:6} {:6} {:>6} {:>8} {:>8}  {}"
+COLUMN_HEADINGS = ("seed", "kind", "place", "hung", "named", "right", "stack", "noticed", "resumed", "cause")
 
 
 def row_of(seed: int, finding: Finding) -> str:
     hang = finding.hang
     if not finding.fired:
         return f"{seed:>5} {hang.kind:17} {hang.place:10} did not hang: the job ended before"
-    return ROW.format(
+    return ROW_FORMAT.format(
         seed,
         hang.kind,
         hang.place + (" a" if hang.is_async else ""),
@@ -224,7 +224,7 @@ def print_findings(folder: Path, first: int, count: int, jobs: int, kind: str | 
         list(range(begin, min(begin + HANGS_PER_JOB, first + count)))
         for begin in range(first, first + count, HANGS_PER_JOB)
     ]
-    print(ROW.format(*HEADINGS), flush=True)
+    print(ROW_FORMAT.format(*COLUMN_HEADINGS), flush=True)
     findings: list[Finding] = []
     with ThreadPoolExecutor(jobs) as pool:
         for seeds, found in zip(

@@ -274,8 +274,20 @@ def outcome_of(launcher: str, script: str, fault: str, sleep_s: float, patience_
         )
 
 
-HEADINGS = ("script", "fault", "launcher", "first, s", "noticed", "resumed", "ended", "rounds", "exit", "last", "loss")
-ROW = "{:20} {:10} {:11} {:>8} {:>7} {:>7} {:>6} {:>6} {:>4} {:>4}  {:12}  {}"
+COLUMN_HEADINGS = (
+    "script",
+    "fault",
+    "launcher",
+    "first, s",
+    "noticed",
+    "resumed",
+    "ended",
+    "rounds",
+    "exit",
+    "last",
+    "loss",
+)
+ROW_FORMAT = "{:20} {:10} {:11} {:>8} {:>7} {:>7} {:>6} {:>6} {:>4} {:>4}  {:12}  {}"
 
 
 def row_of(script: str, fault: str, launcher: str, outcome: Outcome, undisturbed: float | None) -> str:
@@ -283,7 +295,7 @@ def row_of(script: str, fault: str, launcher: str, outcome: Outcome, undisturbed
     last_loss = f"{loss:.4f}"
     if iteration == ITERATIONS and undisturbed is not None:
         last_loss += " equal" if loss == undisturbed else f", not {undisturbed:.4f}"
-    return ROW.format(
+    return ROW_FORMAT.format(
         script,
         fault,
         launcher,
@@ -315,7 +327,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.keep is not None:
         options.keep.mkdir(parents=True, exist_ok=True)
-    print(ROW.format(*HEADINGS, "verdict"), flush=True)
+    print(ROW_FORMAT.format(*COLUMN_HEADINGS, "verdict"), flush=True)
     for script in options.scripts:
         undisturbed: float | None = None
         for fault in dict.fromkeys(["none", *options.faults]):

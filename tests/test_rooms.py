@@ -42,7 +42,7 @@ ORDER: Mapping[str, tuple[set[str], ...]] = {
         {"__main__"},  # the command `resihp`, which loads the wrapper
     ),
     "wrapper": (
-        {"exit_codes", "strict_modes", "early_signals", "site_check"},
+        {"exit_codes", "strict_modes", "early_signals", "site_check", "abandoned_threads"},
         {"file_locks", "registry"},
         {"job_files"},
         {"job_folder"},

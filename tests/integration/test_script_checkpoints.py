@@ -13,7 +13,7 @@ from tests.integration.slurm_jobs import Desk, MakeCluster
 
 pytest.importorskip("torch")
 
-SCRIPT = """\
+TRAINING_SCRIPT = """\
 import argparse, os
 import torch
 import torch.distributed as dist
@@ -50,7 +50,7 @@ for step in range(begin + 1, 61):
 
 def start(job: Job, *arguments: str, options: tuple[str, ...] = ()) -> Job:
     job.folder.mkdir(parents=True, exist_ok=True)
-    (job.folder / "train.py").write_text(SCRIPT)
+    (job.folder / "train.py").write_text(TRAINING_SCRIPT)
     command = (sys.executable, str(job.folder / "train.py"), *arguments)
     return job.start(*options, command=command, nodes=1, gpus=2, tp=1, pp=1)
 
@@ -99,10 +99,14 @@ def test_a_script_that_fails_from_each_checkpoint_ends(job: Job) -> None:
 
 # --- on Slurm -------------------------------------------------------------------------------------------------------
 
-PACED = SCRIPT.replace("import argparse, os", "import argparse, os, time").replace("/60 loss", "/100000 loss")
-PACED = PACED.replace("range(begin + 1, 61)", "range(begin + 1, 100_001)")
-PACED = PACED.replace("    dist.barrier()\n", "    if os.path.exists('enough'):\n        break\n    dist.barrier()\n")
-PACED = PACED.replace("    total = ", "    time.sleep(0.1)\n    total = ")
+PACED_SCRIPT = TRAINING_SCRIPT.replace("import argparse, os", "import argparse, os, time").replace(
+    "/60 loss", "/100000 loss"
+)
+PACED_SCRIPT = PACED_SCRIPT.replace("range(begin + 1, 61)", "range(begin + 1, 100_001)")
+PACED_SCRIPT = PACED_SCRIPT.replace(
+    "    dist.barrier()\n", "    if os.path.exists('enough'):\n        break\n    dist.barrier()\n"
+)
+PACED_SCRIPT = PACED_SCRIPT.replace("    total = ", "    time.sleep(0.1)\n    total = ")
 JOB = """\
 #!/bin/bash
 #SBATCH --no-kill --requeue
@@ -112,7 +116,7 @@ exec resihp run --nnodes {nnodes} --checkpoint-latest 'ckpt/step_*' train.py --r
 
 
 def submit(desk: Desk, nnodes: str, replacements: int) -> str:
-    (desk.folder / "train.py").write_text(PACED)
+    (desk.folder / "train.py").write_text(PACED_SCRIPT)
     count = nnodes.rpartition(":")[2]
     options = [f"--nodes={count}", "--gpus-per-node=1", "--exclusive", "--output=%x-%j.out", "--open-mode=append"]
     return desk.sbatch(JOB.format(nnodes=nnodes, replacements=replacements), *options, "--time=120")

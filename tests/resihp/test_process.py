@@ -147,7 +147,7 @@ def test_a_command_follows_the_title_from_the_word_that_it_is_found_by() -> None
     assert told[:2] == [b"resihp job 6 guardian", b"run"]
 
 
-SPARING = """
+SPARING_PROGRAM = """
 import os, subprocess
 from resihp.process import kill_children, state_letter
 spared, other = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
@@ -159,7 +159,9 @@ print(state_letter(spared.pid))
 
 
 def test_a_spared_child_lives_on_when_all_others_are_killed() -> None:
-    done = subprocess.run([sys.executable, "-c", SPARING], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SPARING_PROGRAM], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.stdout.split() in (["S", "X", "X"], ["R", "X", "X"]), done.stderr
 
 

@@ -14,14 +14,13 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from resihp.detector.diagnosis.clues import Clock, read_log
 from resihp.protocol.messages import MAX_LINES_AFTER, Clue, Exited
-
-Answer = TypeVar("Answer")
+from resihp.wrapper.abandoned_threads import answer_within
 
 LOG_BYTES = 64 << 10
 KERNEL_BYTES = 64 << 10
@@ -118,32 +117,6 @@ async def last_words_within(limit_s: float, log: Path, kernel: KernelClues, begi
     return await answer_within(
         limit_s, lambda: last_words(log, kernel, ended_at, begin), (), f"last words of {log.name}"
     )
-
-
-async def answer_within(limit_s: float, ask: Callable[[], Answer], otherwise: Answer, name: str) -> Answer:
-    """Return the answer of a function that may block on a file system, without blocking the event loop; `otherwise` if
-    it takes longer than `limit_s` or raises an exception. The thread `name` is then abandoned. It is a daemon, so that
-    a hung file system cannot keep this process from exiting."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[Answer] = loop.create_future()
-
-    def deliver(answer: Answer) -> None:
-        if not result.done():
-            result.set_result(answer)
-
-    def run() -> None:
-        answer = otherwise
-        try:
-            answer = ask()
-        finally:
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(deliver, answer)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    with suppress(TimeoutError):
-        async with asyncio.timeout(limit_s):
-            return await result
-    return otherwise
 
 
 def _clock() -> Clock:

@@ -73,10 +73,12 @@ def begin_or_end(job: Job, reason: str) -> None:
     runs the job again, because another run may get another node."""
     if begin(job, reason):
         return
-    if job.settings.max_restarts and lacks_nodes(job):
+    if is_stuck(job, reason):
+        endings.end(job, 93, reason)
+    elif job.settings.max_restarts and lacks_nodes(job):
         endings.too_few(job, reason, 1)
     else:
-        endings.end(job, 93 if is_stuck(job, reason) else 1, reason)
+        endings.end(job, 1, reason)
 
 
 def obstacle(job: Job, reason: str) -> str:

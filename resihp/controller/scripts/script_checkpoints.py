@@ -142,13 +142,9 @@ def choose(job: Job, ended: RestartDecided | None = None, reached: int = 0) -> C
 
 def distrust_since(job: Job, iteration: int) -> None:
     """Distrust the checkpoints that were saved after the loss had become bad in an iteration."""
-    for checkpoint in [*job.record.checkpoints.by_path.values()]:
-        is_trusted = version_of(checkpoint) not in job.record.checkpoints.distrusted
-        if (
-            is_trusted
-            and checkpoint.iteration >= iteration
-            and version_of(checkpoint) in job.record.checkpoints.saved_in_round
-        ):
+    checkpoints = job.record.checkpoints
+    for checkpoint in [*checkpoints.by_path.values()]:
+        if version_of(checkpoint) in checkpoints.saved_in_round and checkpoint.iteration >= iteration:
             _distrust(job, checkpoint, f"it was saved after the loss had become bad in iteration {iteration}")
 
 

@@ -9,7 +9,7 @@ import pytest
 from resihp.wrapper.config.program import may_declare_model
 from resihp.wrapper.config.run_spec import Program
 
-PLAIN = {
+PLAIN_TEXTS = {
     "no word of it": "import torch",
     "a comment and a docstring": '"""Run it with resihp run."""\n# resihp',
     "calls": "import resihp\nwith resihp.section('forward'):\n    pass\nresihp.iteration(1)",
@@ -19,7 +19,7 @@ PLAIN = {
     "a callback's module": "import resihp.reporting.lightning\nresihp.reporting.lightning.ResihpCallback()",
     "imported where needed": "try:\n    import resihp\nexcept ImportError:\n    resihp_is_there = False",
 }
-TRAINS = {
+TRAINING_TEXTS = {
     "the trainer": "import resihp\nresihp.Trainer()",
     "under another name": "import resihp as r\nr.iteration()\nr.Trainer()",
     "a name": "from resihp import iteration, Trainer",
@@ -38,14 +38,14 @@ def judged(folder: Path, text: str) -> bool:
     return may_declare_model(Program(kind="script", argv=("train.py",), interpreter="python"), str(folder))
 
 
-@pytest.mark.parametrize("case", sorted(PLAIN))
+@pytest.mark.parametrize("case", sorted(PLAIN_TEXTS))
 def test_a_script_with_a_loop_of_its_own_is_a_plain_one(tmp_path: Path, case: str) -> None:
-    assert not judged(tmp_path, PLAIN[case])
+    assert not judged(tmp_path, PLAIN_TEXTS[case])
 
 
-@pytest.mark.parametrize("case", sorted(TRAINS))
+@pytest.mark.parametrize("case", sorted(TRAINING_TEXTS))
 def test_a_script_that_may_use_the_trainer_may_declare_a_model(tmp_path: Path, case: str) -> None:
-    assert judged(tmp_path, TRAINS[case])
+    assert judged(tmp_path, TRAINING_TEXTS[case])
 
 
 def test_a_module_is_read_and_nothing_is_executed(tmp_path: Path) -> None:

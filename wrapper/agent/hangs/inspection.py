@@ -17,7 +17,7 @@ from resihp.plain_files import open_plain
 from resihp.process import state_letter
 from resihp.protocol import messages as m
 from resihp.worker.stacks import STACK_SIGNAL, file_of
-from resihp.wrapper.agent.exit_clues import answer_within
+from resihp.wrapper.abandoned_threads import answer_within
 from resihp.wrapper.agent.idleness import Idleness
 
 WRITING_S = 0.5

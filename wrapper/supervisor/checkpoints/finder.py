@@ -13,16 +13,15 @@ import heapq
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from resihp.controller import interface as api
 from resihp.record.scripts.checkpoints import StoredCheckpoint
+from resihp.wrapper.abandoned_threads import answer_within
 from resihp.wrapper.config.run_spec import RunRequest
 from resihp.wrapper.supervisor.checkpoints.formats import Checkpoint, complete, iteration_of
 
@@ -58,21 +57,8 @@ class CheckpointFinder:
             self._task = self._start(self._answer(action))
 
     async def _answer(self, action: api.FindCheckpoints) -> None:
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[api.CheckpointsFound] = loop.create_future()
-
-        def take(event: api.CheckpointsFound) -> None:
-            if not answer.done():
-                answer.set_result(event)
-
-        def search() -> None:
-            event = self._search(action)
-            with suppress(RuntimeError):  # the job has ended meanwhile
-                loop.call_soon_threadsafe(take, event)
-
-        # no thread of the loop's own: the supervisor would wait for it at its end, though the file system hangs
-        threading.Thread(target=search, name="finds checkpoints", daemon=True).start()
-        self._send(await answer)
+        nothing = api.CheckpointsFound(checkpoints=(), error="the search has failed")
+        self._send(await answer_within(None, lambda: self._search(action), nothing, "finds checkpoints"))
 
     def _search(self, action: api.FindCheckpoints) -> api.CheckpointsFound:
         try:

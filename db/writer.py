@@ -2,6 +2,7 @@
 
 The supervisor calls `submit` and `telemetry`, which return at once, whatever the state of the database. A separate
 thread writes in batches, one transaction each, and retries with growing pauses while the database is unavailable.
+Iterations and telemetry wait for some seconds, unless another record takes them along (`resihp.db.writing.pacing`).
 Journal records are never dropped: they wait in memory, or, if too many wait, are read from the journal again. Telemetry
 is dropped if its queue is full; the number of dropped rows is recorded. Decides nothing about the job.
 """
@@ -28,19 +29,13 @@ from resihp.db.projection.jobs import last_written_seq, own_job
 from resihp.db.telemetry import report_rows
 from resihp.db.telemetry.queue import TelemetryQueue
 from resihp.db.writing.daily_pruning import DailyPruning
+from resihp.db.writing.pacing import BATCH_S, Pacing
 from resihp.db.writing.record_queue import RecordQueue
 from resihp.db.writing.transactions import Transactions, first_line, is_bad_statement, rejects_rows
 from resihp.errors import LedgerError
 from resihp.record import journal, journal_file
 from resihp.record.job_uuid import job_uuid
 
-BATCH_S = 0.2
-SERVER_BATCH_S = (2.0, 5.0)
-"""Seconds between two batches of a job to a server; each batch opens a connection. Drawn at random, because hundreds of
-jobs that start at once would otherwise keep writing at the same moments. `flush` and `close` do not wait for it."""
-MAX_CONNECTED_SHARE = 0.04
-"""Largest share of its time for which a job is connected to a server, which may have hundreds of writers."""
-MAX_GATHER_S = 30.0
 TELEMETRY_ROWS = 50_000
 RECORDS_IN_MEMORY = 20_000
 FIRST_PAUSE_S = 0.2
@@ -66,8 +61,6 @@ class Ledger:
         """Absolute URL, with its password. Messages use `name`, in which the password is masked."""
         self.name = masked(url)
         self._url = url
-        self._took_s = 0.0
-        """Seconds that the last series of batches took."""
         self._opened: tuple[int, int] | None = None
         self._lacks_tables = False
         self._say_to = say
@@ -77,10 +70,8 @@ class Ledger:
         self._records = RecordQueue(records_in_memory, journal_path)
         self._lock = threading.Lock()
         self._written = threading.Condition(self._lock)
-        self._wake = threading.Event()
-        self._closing = threading.Event()
-        self._hurry = threading.Event()
-        self._telemetry = TelemetryQueue(telemetry_rows, self._written, self._closing, self._warn)
+        self._pacing = Pacing(is_server=file_of(url) is None)
+        self._telemetry = TelemetryQueue(telemetry_rows, self._written, self._pacing.closing, self._warn)
         self._deadline = float("inf")
         self._failing = False
         self._hopeless = False
@@ -147,7 +138,7 @@ class Ledger:
         with self._lock:
             self._records.put(record)
             self._telemetry.note(record.entry)
-        self._wake_writer()
+        self._wake_writer(record.entry)
 
     def telemetry(self, rows: Iterable[Mapping[str, Any]] | Iterable[report_rows.Report]) -> None:
         """Queue rank reports: mappings, or tuples, of iteration, epoch, rank, seconds, compute_seconds.
@@ -162,13 +153,14 @@ class Ledger:
         self._telemetry.put_scores(iteration, scores)
         self._wake_writer()
 
-    def _wake_writer(self) -> None:
-        """Wake the writer's thread. If half of a queue's capacity is in use, make it write at once."""
+    def _wake_writer(self, entry: journal.Entry | None = None) -> None:
+        """Wake the writer's thread: a record with `entry` was queued, or telemetry. If half of a queue's capacity is in
+        use, make it write at once."""
         with self._lock:
             is_crowded = self._records.is_crowded or self._telemetry.is_crowded
+        self._pacing.queued(entry)
         if is_crowded and not self._failing:
-            self._hurry.set()
-        self._wake.set()
+            self._pacing.hurry()
 
     def catch_up(self, journal_path: Path) -> None:
         """Queue the journal's records that the ledger lacks, to be written in the background like all others.
@@ -180,7 +172,7 @@ class Ledger:
         written = self._last_written_of(packed[0]) if packed else 0
         with self._lock:
             self._records.take_over(journal_path, packed, written)
-        self._wake.set()
+        self._pacing.soon()
 
     def _last_written_of(self, first: journal.Record) -> int:
         """Return the number of a job's last record in the ledger; 0 if unreadable. `first`: its first record."""
@@ -223,8 +215,7 @@ class Ledger:
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until all that was queued is written; return False if this takes longer than `timeout_s`."""
-        self._hurry.set()
-        self._wake.set()
+        self._pacing.hurry()
         with self._lock:
             seq = self._records.last_submitted
             self._written.wait_for(lambda: self._hopeless or self._is_written(seq), timeout_s)
@@ -237,9 +228,7 @@ class Ledger:
         """Write the queued records, for at most `timeout_s`, and stop. Return False if some were not written; they are
         still in the journal."""
         self._deadline = time.monotonic() + timeout_s
-        self._closing.set()
-        self._hurry.set()
-        self._wake.set()
+        self._pacing.close()
         if self._thread.ident is not None:
             self._thread.join(timeout_s + BATCH_S)
         if self._thread.is_alive():
@@ -270,15 +259,13 @@ class Ledger:
         pause_s = FIRST_PAUSE_S
         reported: set[str] = set()
         while True:
-            self._wake.wait()
-            self._pause_up_to(self._gather_s())  # let a batch gather, unless a caller waits for it
-            self._wake.clear()
+            self._pacing.wait()
             began = time.monotonic()
             try:
                 while self._write_batch():
                     pause_s = FIRST_PAUSE_S
                 self._prune()
-                self._took_s = time.monotonic() - began
+                self._pacing.took_s = time.monotonic() - began
             except Exception as error:  # noqa: BLE001 - after any error training continues and the records are kept
                 self._engine.dispose()
                 self._lacks_tables = isinstance(error, ProgrammingError) or "no such table" in str(error)
@@ -294,31 +281,20 @@ class Ledger:
                 left_s = self._deadline - time.monotonic()
                 if left_s <= 0:
                     return
-                if self._closing.is_set():
+                if self._pacing.closing.is_set():
                     time.sleep(min(random.uniform(0.5, 1.0) * FIRST_PAUSE_S, left_s))
                 else:
-                    self._pause_up_to(random.uniform(0.5, 1.0) * pause_s)
+                    self._pacing.pause(random.uniform(0.5, 1.0) * pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
-                self._wake.set()
+                self._pacing.soon()
                 continue
             self._hopeless = False
             if self._failing:
                 self._failing = False
                 reported.clear()
                 self._say(f"ledger {self.name}: written again, no journal record is missing")
-            if self._closing.is_set() and not self._wake.is_set():
+            if self._pacing.closing.is_set() and not self._pacing.is_awake:
                 return
-
-    def _gather_s(self) -> float:
-        if file_of(self._url) is not None:
-            return BATCH_S
-        slow_s = random.uniform(0.5, 1.5) * min(self._took_s / MAX_CONNECTED_SHARE, MAX_GATHER_S)
-        return max(random.uniform(*SERVER_BATCH_S), slow_s)
-
-    def _pause_up_to(self, pause_s: float) -> None:
-        self._hurry.wait(pause_s)
-        if not self._closing.is_set():
-            self._hurry.clear()
 
     def _recreate_if_removed(self) -> None:
         """Recreate the ledger if its file was removed or replaced, or if its tables were dropped: SQLite would
@@ -385,7 +361,7 @@ class Ledger:
     def _prune(self) -> None:
         with self._lock:
             first = self._records.first
-        if first is not None and not self._closing.is_set():
+        if first is not None and not self._pacing.closing.is_set():
             self._pruning.prune(first.entry)
 
 

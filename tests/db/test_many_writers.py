@@ -15,12 +15,13 @@ import pytest
 from sqlalchemy import text
 
 import resihp.db.engine
-import resihp.db.writer
+import resihp.db.writing.pacing
 from resihp.db import migrate
 from resihp.db.engine import make_engine, resolve
 from resihp.db.reading.queries import Reader
 from resihp.db.writer import Ledger
 from resihp.db.writing.catch_up import catch_up
+from resihp.db.writing.pacing import Pacing
 from resihp.errors import LedgerError
 from resihp.record import journal
 from resihp.wrapper.commands import db as commands
@@ -74,7 +75,7 @@ def test_between_batches_a_writer_has_no_connection(
 def test_batches_to_a_server_gather_and_who_flushes_waits_for_none(
     postgres_url: str, tmp_path: Path, records: list[journal.Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resihp.db.writer, "SERVER_BATCH_S", (3600.0, 3600.0))
+    monkeypatch.setattr(resihp.db.writing.pacing, "SERVER_BATCH_S", (3600.0, 3600.0))
     began = time.monotonic()
     ledger = Ledger.open(postgres_url, tmp_path)
     for record in records[:30]:
@@ -90,7 +91,7 @@ def test_batches_to_a_server_gather_and_who_flushes_waits_for_none(
 def test_a_batch_does_not_gather_until_telemetry_is_dropped(
     postgres_url: str, tmp_path: Path, records: list[journal.Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resihp.db.writer, "SERVER_BATCH_S", (3600.0, 3600.0))
+    monkeypatch.setattr(resihp.db.writing.pacing, "SERVER_BATCH_S", (3600.0, 3600.0))
     with Ledger.open(postgres_url, tmp_path, telemetry_rows=1000) as ledger:
         ledger.submit(records[0])
         ledger.telemetry([(1, 1, rank, 0.5, 0.4) for rank in range(600)])
@@ -102,26 +103,21 @@ def test_a_batch_does_not_gather_until_telemetry_is_dropped(
     assert len(rank_reports(postgres_url)) == 600
 
 
-def test_a_server_that_is_slow_is_asked_more_seldom(
-    postgres_url: str, tmp_path: Path, records: list[journal.Record]
-) -> None:
-    with Ledger.open(postgres_url, tmp_path) as ledger:
-        assert all(2.0 <= ledger._gather_s() <= 5.0 for _ in range(100))
-        ledger._took_s = 0.5
-        waits_s = [ledger._gather_s() for _ in range(100)]
-        assert 0.5 / (sum(waits_s) / 100) < 0.06
-        assert max(waits_s) - min(waits_s) > 5.0, "hundreds do not come together"
-        ledger._took_s = 3600.0
-        assert max(ledger._gather_s() for _ in range(100)) <= 45.0
-    file = Ledger.open(f"sqlite:///{tmp_path / 'ledger.db'}", tmp_path)
-    assert file._gather_s() == 0.2
-    file.close()
+def test_a_server_that_is_slow_is_asked_more_seldom() -> None:
+    pacing = Pacing(is_server=True)
+    assert all(2.0 <= pacing.gather_s() <= 5.0 for _ in range(100))
+    pacing.took_s = 0.5
+    waits_s = [pacing.gather_s() for _ in range(100)]
+    assert 0.5 / (sum(waits_s) / 100) < 0.06
+    assert max(waits_s) - min(waits_s) > 5.0, "hundreds do not come together"
+    pacing.took_s = 3600.0
+    assert max(pacing.gather_s() for _ in range(100)) <= 45.0
 
 
 def test_more_writers_than_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if why := missing():
         pytest.skip(why)
-    monkeypatch.setattr(resihp.db.writer, "SERVER_BATCH_S", (0.2, 0.5))
+    monkeypatch.setattr(resihp.db.writing.pacing, "SERVER_BATCH_S", (0.2, 0.5))
     with Server(
         f"{FAST} -c max_connections={CONNECTIONS} -c superuser_reserved_connections=0 -c max_wal_senders=0"
     ) as (server):

@@ -20,7 +20,7 @@ from pathlib import Path
 from resihp.record.journal import ModelDeclared, Record, WorkerStarted
 from resihp.wrapper.output.tail import GrowingFiles
 
-LOOK_EVERY_S = 0.2
+LOOK_EVERY_S = 0.5
 MAX_LINES = 10_000
 """Most lines that are passed on at one time, the last ones, so that a flood of output does not fill the console."""
 

@@ -1,6 +1,7 @@
 """Rows of committed iterations and of checkpoints.
 
-Decides how journal entries change these rows; never drops an iteration. Called by `applying`.
+Decides how journal entries change these rows; drops iterations only if training went back to a checkpoint before them.
+Called by `applying`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
+from sqlalchemy import delete
 from sqlalchemy.orm import Session
 
 from resihp.db import models
@@ -54,6 +56,12 @@ def commit_iterations(
         for entry, at in committed
     ]
     upsert(session, models.IterationRow, rows, ("job_id", "iteration"))
+
+
+def roll_back(session: Session, job: models.JobRow, entry: journal.RolledBack, at: float) -> None:
+    """Drop the rows of iterations that are trained again, so that all rows are of one course of training, in order."""
+    rows = models.IterationRow
+    session.execute(delete(rows).where(rows.job_id == job.id, rows.iteration > entry.iteration))
 
 
 def add_evaluation(session: Session, job: models.JobRow, entry: journal.EvaluationDone, at: float) -> None:

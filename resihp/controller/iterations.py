@@ -106,6 +106,8 @@ def commit_up_to(job: Job, iteration: int) -> None:
 
 def evaluated(job: Job, report: m.Evaluated) -> None:
     """Log an evaluation once, after the commit of the iteration that produced the evaluated weights."""
+    if report.epoch < job.record.rollbacks.epoch:
+        return
     if (reports := job.reports.get(report.iteration)) is not None:
         reports.evaluation = report
     elif job.record.evaluated < report.iteration <= job.record.committed:
@@ -163,7 +165,7 @@ def conclude(job: Job) -> None:
         unfired_faults = "; ".join(f"fault {armed.fault} did not fire: {armed.excuse}" for armed in unfired)
         endings.end(job, 1, unfired_faults)
     elif job.stage == "halting":
-        if job.declaration.resume_from != job.record.committed != job.checkpointed:
+        if job.begins_after != job.record.committed != job.checkpointed:
             job.say("notice", _unsaved(job))
         endings.end(job, 0, f"done: {count_of(job.record.committed, 'iteration')}", workers_leave=not job.live)
     else:
@@ -192,7 +194,7 @@ def checkpoint_part(job: Job, member: Member, part: m.CheckpointPart) -> None:
         job.say("warning", text)
         answer_askers(job, False, text)
         return
-    if job.record.plan is None or part.iteration <= job.checkpointed:
+    if job.record.plan is None or part.iteration <= job.checkpointed or part.epoch < job.record.rollbacks.epoch:
         return
     present = part.epoch == job.record.plan.epoch
     writers = job.record.writers.get(part.epoch, ())

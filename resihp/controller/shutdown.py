@@ -265,7 +265,7 @@ def _is_still(job: Job, late: bool) -> bool:
 
 def _hurry(job: Job, stop_request: StopRequest) -> None:
     """Give up the iteration in progress because it takes too long. Only the progress of this iteration is lost."""
-    if job.record.committed == job.declaration.resume_from and not job.reports:
+    if job.record.committed == job.begins_after and not job.reports:
         _leave(job, "there is nothing to save")
         return
     if job.transition is not None and job.stage == "parking":
@@ -283,7 +283,7 @@ def _save(job: Job, stop_request: StopRequest) -> None:
     assert job.transition is not None
     if not stop_request.writers:
         iterations.commit_up_to(job, max(job.reports, default=job.record.committed))
-    if job.record.committed == job.declaration.resume_from:
+    if job.record.committed == job.begins_after:
         _leave(job, "there is nothing to save")
         return
     if job.checkpointed == job.record.committed:

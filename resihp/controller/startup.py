@@ -171,7 +171,9 @@ def declared(job: Job, member: Member, declare: m.Declare) -> None:
 
 def trains_the_same(job: Job, declare: m.Declare) -> bool:
     """Return whether a rank's declaration matches the job's, regardless of the checkpoint to resume from."""
-    return msgspec.structs.replace(declare, resume_from=job.declaration.resume_from).trains_as(job.declaration)
+    first = job.declaration
+    same = msgspec.structs.replace(declare, resume_from=first.resume_from, resume_folder=first.resume_folder)
+    return same.trains_as(first)
 
 
 def refused(job: Job, member: Member, refuse: m.Refuse) -> None:

@@ -17,6 +17,7 @@ from resihp.controller.ahead import last_copies
 from resihp.controller.fail_stop import endings, incidents
 from resihp.controller.planning import next_plan, situations
 from resihp.controller.planning.choices import Choice
+from resihp.controller.rounds import rollback
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member
 from resihp.controller.state.transitions import Outlook, Pause, Transition
@@ -105,7 +106,7 @@ def _open(job: Job, reason: str, ranks: tuple[int, ...], *, cautious: bool = Fal
 
 
 def parked(job: Job, member: Member, parked: m.Parked) -> None:
-    if parked.outcome is not None:
+    if parked.outcome is not None and max(parked.holds, default=0) >= job.record.rollbacks.epoch:
         iterations.note_outcome(job, member, parked.epoch, parked.outcome)
     if job.pause is not None and parked.epoch == job.pause.epoch:
         _paused(job, member, parked)
@@ -198,12 +199,19 @@ def decide_when_parked(job: Job) -> None:
         transition.reason = "; ".join(incident.cause for incident in job.incidents)
     if endings.same_error_everywhere(job):
         return
-    cause = incidents.cause_from_outside(job)
-    transition.failures += incidents.log_incidents(job)
     transition.base = situations.base(job)
     lost_state = situations.state_lost(job, transition.base)
+    if lost_state is not None and rollback.waits(job):
+        return
+    cause = incidents.cause_from_outside(job)
+    transition.failures += incidents.log_incidents(job)
     if lost_state is not None:
-        endings.too_few(job, f"{cause}; {lost_state}" if cause else lost_state)
+        reason = f"{cause}; {lost_state}" if cause else lost_state
+        if not rollback.begin(job, reason):
+            endings.too_few(job, reason)
+            return
+        transition.base = None
+    if rollback.awaits_processes(job):
         return
     transition.action = _action(job, transition)
     transition.finish = job.record.last_outcome
@@ -285,7 +293,13 @@ def propose(job: Job, choice: Choice) -> None:
     )
     job.order(
         plan.layout.ranks,
-        m.Propose(plan=plan, next_iteration=transition.next_iteration, base=transition.base, nodes=job.node_of),
+        m.Propose(
+            plan=plan,
+            next_iteration=transition.next_iteration,
+            base=transition.base,
+            checkpoint="" if transition.base is not None else job.record.rollbacks.loaded(job.record.trains)[1],
+            nodes=job.node_of,
+        ),
     )
 
 
@@ -336,8 +350,8 @@ def _take_effect(job: Job, transition: Transition) -> None:
     """Commit the transaction: from now on the new plan's layout says which rank holds which state."""
     assert transition.plan is not None
     before, plan = job.record.plan, transition.plan
-    # At the start state is loaded or initialised instead of moved, so its time says nothing about later changes.
-    state_s = 0.0 if transition.initial else transition.state_s
+    # State that is loaded or initialised instead of moved says nothing about the time of later changes.
+    state_s = 0.0 if transition.base is None else transition.state_s
     job.log(
         PlanInEffect(
             epoch=job.epoch,

@@ -172,6 +172,8 @@ class Declare(Message, frozen=True, kw_only=True, dict=True):
     iterations: int
     resume_from: int
     """Iteration of the checkpoint that the job will load; 0 if training starts from scratch."""
+    resume_folder: str = ""
+    """Folder of this checkpoint; empty if training starts from scratch."""
     fingerprint: str
     """Digest of the settings of model and optimizer, the description of the data set and the versions of libraries."""
     ramp: Ramp = ()
@@ -418,13 +420,15 @@ class Propose(Message, frozen=True, kw_only=True):
     """Ask a worker to check a plan, compute its digest and answer with `Confirm` or `Object`. The worker changes
     nothing yet.
 
-    `base` locates the state that the plan's layout will need. Without a base, no rank has stepped yet, and every rank
-    initialises its state or loads it from the checkpoint. `nodes` is the node of each rank of the job.
+    `base` locates the state that the plan's layout will need. Without a base, no rank has state that counts, and every
+    rank loads it from the checkpoint in the folder `checkpoint`, or initialises it if that is empty. `nodes` is the
+    node of each rank of the job.
     """
 
     plan: Plan
     next_iteration: int
     base: Base | None = None
+    checkpoint: str = ""
     nodes: dict[int, str] = msgspec.field(default_factory=dict)
 
 

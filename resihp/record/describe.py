@@ -229,6 +229,9 @@ def _script(entry: journal.AnyEntry) -> str | None:
     match entry:
         case journal.RestartDecided():
             return f"restart {entry.round}: decided, {entry.reason}"
+        case journal.RolledBack():
+            place = f"the checkpoint of iteration {entry.iteration}" if entry.folder else "the beginning"
+            return f"rollback: back to {place}, {entry.reason}"
         case journal.CheckpointCommitted() if entry.modified is not None:
             return f"checkpoint of iteration {entry.iteration}: {entry.folder}"
         case journal.CheckpointDistrusted():

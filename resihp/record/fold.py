@@ -47,6 +47,7 @@ from resihp.record.journal import (
     ReplacementAsked,
     ReplacementChanged,
     RestartDecided,
+    RolledBack,
     SlurmSaw,
     Suspected,
     WorkerEnded,
@@ -89,6 +90,8 @@ def apply(record: JobRecord, entry: AnyEntry) -> None:
             record.leader = entry.node
         case RestartDecided():
             record.decide_restart(entry)
+        case RolledBack():
+            _roll_back(record, entry)
         case NodeJoined() | NodeLost() | WorkersOrdered() | WorkerStarted() | WorkerEnded() | JoinRefused():
             _places(record, entry)
         case ModelDeclared() | PlanDecided() | PlanRefused() | PlanWithdrawn() | PlanInEffect() | ChangeDecided():
@@ -249,8 +252,12 @@ def _progress(
                 record.loss_not_finite = 0
         case IterationsUnreported() | IterationsPacked():  # `journal_file.LEFT_UNPACKED` others follow packed ones
             record.committed = entry.last
+        case CheckpointCommitted() if entry.modified is None and entry.iteration > record.committed:
+            pass  # it was completed after a rollback: its iterations are trained again
         case CheckpointCommitted():
             record.checkpointed = max(record.checkpointed, entry.iteration)
+            if entry.modified is None:
+                record.rollbacks.saved(entry.iteration, entry.folder)
             if entry.modified is not None and record.checkpoints.found(entry, record.restart):
                 record.fruitless = 0
         case CheckpointDistrusted():
@@ -264,6 +271,15 @@ def _progress(
             record.goal = entry.goal or 0
         case LossNotFinite():
             record.loss_not_finite = entry.iteration
+
+
+def _roll_back(record: JobRecord, entry: RolledBack) -> None:
+    """Forget everything after the iteration from which training goes on. The plan in effect stays until the next one is
+    in effect."""
+    record.rollbacks.decide(entry)
+    record.committed, record.last_outcome = entry.iteration, None
+    record.evaluated = min(record.evaluated, entry.iteration)
+    record.writers = {}
 
 
 # --- failures -----------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from resihp.record.scripts.entries import CounterSeen as CounterSeen
 from resihp.record.scripts.entries import Entry as Entry
 from resihp.record.scripts.entries import LossNotFinite as LossNotFinite
 from resihp.record.scripts.entries import RestartDecided as RestartDecided
+from resihp.record.scripts.entries import RolledBack as RolledBack
 
 
 class SlurmIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -706,6 +707,7 @@ AnyEntry = (
     | NodeLost
     | WorkersOrdered
     | RestartDecided
+    | RolledBack
     | WorkerStarted
     | WorkerEnded
     | PlanDecided

@@ -25,14 +25,15 @@ from resihp.record.journal import (
     Record,
     ReplacementAsked,
     RestartDecided,
+    RolledBack,
     WorkersOrdered,
     term_of,
 )
 from resihp.record.state import JobRecord
 
 DECISIONS = (
-    *(LeaderChosen, WorkersOrdered, RestartDecided, PlanDecided, PlanInEffect, DrainDecided, ReplacementAsked),
-    JobEnded,
+    *(LeaderChosen, WorkersOrdered, RestartDecided, RolledBack, PlanDecided, PlanInEffect, DrainDecided),
+    *(ReplacementAsked, JobEnded),
 )
 """Kinds of entries that count only once a quorum of agents has acknowledged them. The actions that follow from them
 wait until then."""

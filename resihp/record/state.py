@@ -24,6 +24,7 @@ from resihp.record.journal import (
     WorkersOrdered,
 )
 from resihp.record.scripts.checkpoints import ScriptCheckpoints
+from resihp.record.scripts.rollbacks import Rollbacks
 
 Device = tuple[str, int]
 """(node, index of the device on the node)."""
@@ -36,8 +37,7 @@ Part = tuple[str, tuple[int, ...]]
 """Work that several ranks do together or wait for: its component and its ranks, as in `FailureFound`."""
 HowLost = Literal["silent", "agent", "useless", "vacated"]
 MAX_WRITER_PLANS = 8
-"""Number of latest plans for which the writers of checkpoints are kept, because a checkpoint may still be
-incomplete."""
+"""Number of latest plans for which the writers of checkpoints are kept: a checkpoint may still be incomplete."""
 MAX_VOTERS = 63
 """Largest number of agents that choose a leader and keep copies of the journal. If a quarter of 2,048 nodes dies at
 once, more than half of these agents survive except in 7 of a million cases."""
@@ -227,8 +227,7 @@ class JobRecord:
     """Number of restarts in a row that followed a round without progress."""
     last_restart_reason: str = ""
     failed_on: dict[Device, int] = field(default_factory=dict)
-    """Number of rounds that a failure of a single process on each device ended. Only the first failure of a round
-    counts: others may be its consequences."""
+    """Number of rounds that a failure of a single process on each device ended; others may be its consequences."""
     counted_round: int = -1
     """The last round of which a failure is counted in `failed_on`."""
     enrolled: set[int] = field(default_factory=set)
@@ -274,6 +273,7 @@ class JobRecord:
     """Iteration of the newest complete checkpoint; 0 if there is none."""
     checkpoints: ScriptCheckpoints = field(default_factory=ScriptCheckpoints)
     """Those of a script that does not declare a model."""
+    rollbacks: Rollbacks = field(default_factory=Rollbacks)
     failures: int = 0
     """Number of the last failure found; 0 if there is none."""
     last_failed: str = ""

@@ -42,7 +42,10 @@ class Rules:
         self.plans: dict[int, Plan] = {}
         self.plan: Plan | None = None
         self.known_dead: set[int] = set()
-        self.committed = world.scenario.resume_from
+        self.committed = self.begins_after = world.scenario.resume_from
+        """The last committed iteration, and the one of the state that ranks load while no rank has any."""
+        self.rolled_back = self.rollbacks_in_a_row = 0
+        """Epoch of the last rollback (0: none), and number of rollbacks since the last checkpoint."""
         self.evaluated = 0
         self.reported = world.scenario.resume_from
         self.stepped_by_any = world.scenario.resume_from
@@ -66,6 +69,8 @@ class Rules:
         """Whether the present answer comes from a supervisor that may still be reading inventories."""
         self.value = drawn(0, self.world.scenario.resume_from)
         """State after the last committed iteration; every holder of a slice must have it."""
+        self.values = {self.committed: self.value}
+        """The same after each committed iteration."""
         self.hurried: set[int] = set()
         """Ranks that were ordered to park at once after they had been ordered to park between two iterations."""
         self.taking_part = set(self.world.workers)
@@ -198,7 +203,7 @@ class Rules:
         for running in inventory.workers:
             worker = self.world.workers[running.rank]
             for step in running.steps:
-                self.note_report(worker, step.outcome.iteration)
+                self.note_report(worker, step.epoch, step.outcome.iteration)
             for message in running.said:
                 if isinstance(message, m.Declare | m.CheckpointPart):
                     self._learn_message(worker, message)
@@ -224,10 +229,10 @@ class Rules:
     def _learn_message(self, worker: Worker, message: m.WorkerMessage) -> None:
         match message:
             case m.Stepped():
-                self.note_report(worker, message.outcome.iteration)
+                self.note_report(worker, message.epoch, message.outcome.iteration)
                 self.prove(worker, message.epoch, message.outcome.iteration)
             case m.Parked():
-                self.note_report(worker, message.stepped)
+                self.note_report(worker, max(message.holds, default=0), message.stepped)
                 self.parked.setdefault(message.epoch, set()).add(worker.rank)
             case m.Confirm():
                 plan = self.plans.get(message.epoch)
@@ -253,8 +258,11 @@ class Rules:
             if name != worker.node.name:
                 self.proofs[name] = max(self.proofs.get(name, 0.0), meeting.over_at)
 
-    def note_report(self, worker: Worker, iteration: int) -> None:
-        """Record a reported step. For a rank that was given up it may or may not count, since its state is lost."""
+    def note_report(self, worker: Worker, epoch: int, iteration: int) -> None:
+        """Record a step that was reported with the state of an epoch. For a rank that was given up it may or may not
+        count, since its state is lost. A step before a rollback does not count."""
+        if epoch < self.rolled_back:
+            return
         self.stepped_by_any = max(self.stepped_by_any, iteration)
         if worker.rank not in self.known_dead:
             self.reported = max(self.reported, iteration)
@@ -262,7 +270,7 @@ class Rules:
     def has_stepped(self, worker: Worker, outcome: m.StepOutcome) -> None:
         """Check that a rank took the same step as other live ranks. Raises Violation."""
         for peer in self.world.workers.values():
-            if not peer.alive or self.given_up(peer) or peer.outcome is None:
+            if not peer.alive or self.given_up(peer) or peer.outcome is None or not self.counts(peer):
                 continue
             if peer.outcome.iteration == outcome.iteration:
                 text = f"ranks {worker.rank} and {peer.rank} stepped {outcome.iteration} with different outcomes"
@@ -272,6 +280,10 @@ class Rules:
         """Return whether the controller has given the worker up."""
         return worker.fenced or worker.node.dropped or worker.rank in self.known_dead
 
+    def counts(self, worker: Worker) -> bool:
+        """Return whether the worker has state of the present course of training, not only from before a rollback."""
+        return max(worker.held, default=0) >= self.rolled_back
+
     def injected_faults(self) -> list[Fault]:
         armed = {fault.id: fault for fault in self.world.scenario.faults}
         return [armed.get(number) or self.world.asked[number] for number in self.fired]
@@ -280,7 +292,7 @@ class Rules:
         """Check that a rank frees only state that the layout in effect does not need. Raises Violation."""
         if self.given_up(worker):
             return
-        if self.committed == self.world.scenario.resume_from:
+        if self.committed == self.begins_after:
             return
         effective = self.in_effect
         expect(effective is not None and epoch != effective.epoch, f"rank {worker.rank} frees epoch {epoch} for {kept}")

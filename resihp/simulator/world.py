@@ -330,6 +330,7 @@ def settings_of(scenario: Scenario) -> Settings:
         pp=scenario.pp,
         faults=scenario.faults,
         checkpoint_every=scenario.checkpoint_every,
+        max_restarts=scenario.max_rollbacks,
         start_budget_s=scenario.start_budget_s,
         come_backs=scenario.come_backs,
         slurm=scenario.slurm,

@@ -189,6 +189,8 @@ def follow(figures: Figures, record: journal.Record) -> None:
             figures.iteration = max(figures.iteration, entry.declare.resume_from)
         case journal.IterationCommitted():
             _committed(figures, entry, at)
+        case journal.RolledBack():
+            figures.iteration = entry.iteration
         case journal.EvaluationDone():
             figures.validation_loss = entry.loss
         case journal.IterationsPacked():

@@ -31,17 +31,18 @@ _log = logging.getLogger("resihp.progress")
 
 def after(progress: ProgressFile, record: journal.Record) -> ProgressFile:
     """Return the progress after the next record."""
-    match record.entry:
-        case journal.JobStarted() as entry:
+    entry = record.entry
+    match entry:
+        case journal.JobStarted():
             return msgspec.structs.replace(progress, nodes=entry.nodes, gpus_per_node=entry.gpus_per_node)
         case journal.ModelDeclared(declare=declare):
             return msgspec.structs.replace(
                 progress, target=declare.iterations, resumed_from=declare.resume_from, redone=False, recent=()
             )
-        case journal.CounterSeen() as entry:
+        case journal.CounterSeen():
             redone = entry.iteration <= entry.furthest
             return msgspec.structs.replace(progress, target=entry.goal, redone=redone)
-        case journal.IterationCommitted(outcome=outcome) as entry:
+        case journal.IterationCommitted(outcome=outcome):
             last = LastIteration(
                 iteration=outcome.iteration,
                 loss=None if outcome.loss_is_unknown else outcome.loss,
@@ -52,6 +53,9 @@ def after(progress: ProgressFile, record: journal.Record) -> ProgressFile:
             return msgspec.structs.replace(
                 progress, redone=False, recent=(*progress.recent[1 - RECENT_ITERATIONS :], last)
             )
+        case journal.RolledBack():
+            recent = tuple(last for last in progress.recent if last.iteration <= entry.iteration)
+            return msgspec.structs.replace(progress, resumed_from=entry.iteration, recent=recent)
         case _:
             return progress
 

@@ -34,6 +34,8 @@ def after(course: JobProgress, entry: journal.AnyEntry) -> JobProgress:
         case journal.IterationCommitted():
             loss = None if entry.outcome.loss_is_unknown else entry.outcome.loss
             return replace(course, iteration=entry.outcome.iteration, loss=loss)
+        case journal.RolledBack():
+            return replace(course, iteration=entry.iteration)
         case journal.NodeLost():
             return replace(course, nodes_lost=course.nodes_lost + 1)
         case journal.JobEnded():

@@ -243,6 +243,9 @@ def judge_transition(job: Job) -> None:
     stage."""
     ongoing = job.transition
     assert ongoing is not None
+    if job.stage == "parking" and not ongoing.waiting:
+        transition.decide_when_parked(job)  # a rollback waits for something
+        return
     waited_s = job.now - max(ongoing.stage_at, ongoing.moved_at)
     late = [job.members[rank] for rank in sorted(ongoing.waiting) if not is_saving(job, job.members[rank])]
     stopped = [member for member in late if liveness.is_stopped(member, job.now, job.settings)]

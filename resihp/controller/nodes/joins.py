@@ -160,12 +160,12 @@ def declared(job: Job, member: Member, declare: m.Declare) -> None:
     odd = [
         name
         for name in m.Declare.__struct_fields__
-        if name not in ("resume_from", "software") and getattr(declare, name) != getattr(first, name)
+        if name not in ("resume_from", "resume_folder", "software") and getattr(declare, name) != getattr(first, name)
     ]
     if odd:
         turn_away(job, member, f"declares another {' and '.join(name.replace('_', ' ') for name in odd)} than the job")
         return
-    member.declared = msgspec.structs.replace(declare, resume_from=first.resume_from)
+    member.declared = msgspec.structs.replace(declare, resume_from=first.resume_from, resume_folder=first.resume_folder)
     fault_injection.stay_slow(job, member.rank)
     job.say("notice", f"{job.where(member.rank)}: ready to join")
     became_ready(job, member.rank)

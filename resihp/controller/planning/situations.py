@@ -93,7 +93,7 @@ def base(job: Job) -> Base | None:
 
 
 def _is_fresh(job: Job) -> bool:
-    return job.record.plan is None or job.record.committed == job.declaration.resume_from
+    return job.record.plan is None or job.record.committed == job.begins_after
 
 
 def can_go_on(job: Job, rank: int) -> bool:

@@ -2,5 +2,5 @@
 healthy nodes of the job, in a new round.
 
 `restarts` decides whether a script is started again, and carries it out; `next_round` chooses the nodes. A script that
-trains with resihp.Trainer goes on without a restart (`transition`).
+trains with resihp.Trainer goes on without a restart (`transition`), if need be from its newest checkpoint (`rollback`).
 """

@@ -239,6 +239,11 @@ class Job:
         return self.record.trains
 
     @property
+    def begins_after(self) -> int:
+        """Iteration of the state that ranks load or draw while none of them has any."""
+        return self.record.rollbacks.loaded(self.record.trains)[0]
+
+    @property
     def micro_batches(self) -> int:
         """Number of micro-batches in the first uncommitted iteration. A plan that is made now has to distribute this
         number."""
@@ -302,7 +307,9 @@ class Job:
 
     def note_step(self, member: Member, epoch: int, outcome: StepOutcome, report: Stepped | None = None) -> None:
         """Note that a rank took the step of an iteration. `report`: None if the rank did not report the step in the
-        usual message."""
+        usual message. A step before a rollback does not count."""
+        if epoch < self.record.rollbacks.epoch:
+            return
         member.stepped = max(member.stepped, outcome.iteration)
         self.furthest = max(self.furthest, member.stepped)
         if outcome.iteration > self.record.committed:

@@ -46,7 +46,8 @@ class SupervisedWorker:
         self._rank = client.start.rank
         self._rendezvous = AgentRendezvous(client.attend)
         self._resume_folder = resume_folder
-        self._resume_from = resume_from
+        self._loads = resume_from
+        """Iteration of the state that this rank can load, or draw if it is 0."""
         self._iterations = iterations
         self._saver = PartSaver(client, engine, iterations, folder, checkpoint_every)
         self._proposal: m.Propose | None = None
@@ -79,7 +80,8 @@ class SupervisedWorker:
                 model=engine.model,
                 micro_batches=engine.batch_sizes.usual,
                 iterations=self._iterations,
-                resume_from=self._resume_from,
+                resume_from=self._loads,
+                resume_folder="" if self._resume_folder is None else str(self._resume_folder),
                 fingerprint=engine.fingerprint,
                 ramp=engine.batch_sizes.ramp,
                 device=engine.device.type,
@@ -140,7 +142,7 @@ class SupervisedWorker:
             m.Parked(
                 epoch=park.epoch,
                 holds=engine.holds,
-                stepped=max(engine.stepped, self._resume_from),  # this rank can still load the checkpoint
+                stepped=max(engine.stepped, self._loads),
                 outcome=self._outcome,
                 ready=engine.ready == engine.stepped + 1,
             )
@@ -156,6 +158,8 @@ class SupervisedWorker:
         client.epoch, client.iteration = go.epoch, go.next_iteration
         began = time.perf_counter()
         try:
+            if proposal.base is None:
+                self._outcome, self._loads = None, go.next_iteration - 1
             self._finish(go.finish)
             engine.adopt(plan, self._rank, proposal.base, proposal.nodes)
             built = time.perf_counter()
@@ -192,8 +196,8 @@ class SupervisedWorker:
             updates = go.finish.updates if go.finish is not None else engine.updates
             return engine.move(proposal.plan, self, go.next_iteration - 1, updates)
         if engine.state is not None:
-            if self._resume_folder is not None:
-                checkpoint.load(engine, self._resume_folder)
+            if proposal.checkpoint:
+                checkpoint.load(engine, Path(proposal.checkpoint))
             if engine.stepped != go.next_iteration - 1:
                 raise CheckpointError(
                     f"rank {self._rank}: holds the state of iteration {engine.stepped}, "

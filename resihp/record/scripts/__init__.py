@@ -1,1 +1,2 @@
-"""What is remembered about a script that does not declare a model: its entries in the journal, its checkpoints."""
+"""What is remembered about restarts: the journal's entries, the checkpoints of a script that does not declare a model,
+and the rollbacks of one that trains with resihp.Trainer."""

@@ -1,4 +1,4 @@
-"""Entries about scripts that do not declare a model, and the base class of all entries.
+"""Entries about restarts, and about scripts that do not declare a model; the base class of all entries.
 
 Part of `journal`, which has all names of this module.
 """
@@ -56,3 +56,16 @@ class CheckpointDistrusted(Entry, frozen=True, kw_only=True):
     modified: float
     reason: str
     failure: str = ""
+
+
+class RolledBack(Entry, frozen=True, kw_only=True):
+    """Training with `resihp.Trainer` goes back to `iteration`, because no surviving rank holds some of the later state.
+
+    The next plan loads the checkpoint in `folder`; if it is empty, ranks draw initial parameters. Steps that ranks took
+    in an epoch before `epoch` no longer count. `reason`: the loss.
+    """
+
+    epoch: int
+    iteration: int
+    folder: str
+    reason: str

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from resihp.controller import interface as api
+from resihp.controller.rounds.restarts import MAX_FRUITLESS
 from resihp.faults import Fault
 from resihp.record.journal import JobEnded
 from resihp.simulator.holdings import everything, needed
@@ -113,6 +114,10 @@ def check_too_few(rules: Rules, end: api.End) -> None:
     expect((end.exit_code, end.requeue) == ((75, True) if again else (5, False)), f"{end}, where {again=}")
     if rules.plan is not None:
         expect(is_lost(rules), f"gives up though no state is lost: {end.reason}")
+    if is_state_lost(rules) and not rules.objected and "no agent reconnected" not in end.reason:
+        able = [w for w in rules.world.workers.values() if w.alive and w.spawned and not rules.given_up(w)]
+        hopeless = rules.rollbacks_in_a_row >= MAX_FRUITLESS or not scenario.max_rollbacks or not able
+        expect(hopeless, f"gives up, though it could go back to a checkpoint: {end.reason}")
 
 
 def is_lost(rules: Rules) -> bool:
@@ -121,12 +126,20 @@ def is_lost(rules: Rules) -> bool:
     if "no agent reconnected" in (rules.world.end.reason if rules.world.end else ""):
         nodes, is_stranger = rules.world.nodes.values(), rules.world.allocation.is_stranger
         return not any(node.joined for node in nodes if not is_stranger(node.name))
-    if rules.in_effect is None or rules.committed == rules.world.scenario.resume_from:
+    if rules.in_effect is None or rules.committed == rules.begins_after:
         return not able - rules.turned_away or rules.objected > 0
-    covered = 0
+    return is_state_lost(rules) or rules.objected > 0
+
+
+def is_state_lost(rules: Rules) -> bool:
+    """Return whether some slice of the last committed iteration has no holder."""
+    if rules.in_effect is None or rules.committed == rules.begins_after:
+        return False
+    workers, covered = rules.world.workers, 0
     for rank, slices in needed(rules.world.scenario.model, rules.in_effect.layout).items():
-        covered |= slices if rank in able and rules.in_effect.epoch in rules.world.workers[rank].held else 0
-    return covered != everything(rules.world.scenario.model) or rules.objected > 0
+        able = workers[rank].spawned and not rules.given_up(workers[rank])
+        covered |= slices if able and rules.in_effect.epoch in workers[rank].held else 0
+    return covered != everything(rules.world.scenario.model)
 
 
 def with_work(rules: Rules) -> set[int]:

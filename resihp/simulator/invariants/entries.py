@@ -6,11 +6,13 @@ Plans and suspicions have modules of their own. Never compares the record with t
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from resihp.record.journal import (
     AnyEntry,
     ChangeDecided,
+    CheckpointCommitted,
     EvaluationDone,
     FailureFound,
     FaultInjected,
@@ -22,10 +24,12 @@ from resihp.record.journal import (
     PlanInEffect,
     PlanRefused,
     Reconfigured,
+    RolledBack,
     Suspected,
     WorkerEnded,
 )
 from resihp.simulator.holdings import after
+from resihp.simulator.invariants.endings import is_state_lost
 from resihp.simulator.invariants.idle_ranks import check_newcomers
 from resihp.simulator.invariants.plans import check_effect, check_plan
 from resihp.simulator.invariants.suspicions import check_suspicion
@@ -51,6 +55,8 @@ def check_entry(rules: Rules, entry: AnyEntry) -> None:
             rules.injected_now.append(entry)
         case NodeJoined():
             rules.failed_nodes.discard(entry.node)
+        case RolledBack():
+            check_rollback(rules, entry)
         case PlanInEffect():
             check_effect(rules, entry.epoch)
         case PlanRefused():
@@ -126,7 +132,7 @@ def check_commit(rules: Rules, entry: IterationCommitted) -> None:
     expect(entry.epoch in rules.plans, f"commits in epoch {entry.epoch}, which is unknown")
     same = outcome == rules.world.collectives.outcome_of(rules.plans[entry.epoch], outcome.iteration)
     expect(same, f"the outcome of {outcome.iteration} is not of epoch {entry.epoch}")
-    rules.value = after(rules.value, outcome)
+    rules.value = rules.values[rules.committed] = after(rules.value, outcome)
     took = [
         w for w in rules.world.workers.values() if w.outcome is not None and w.outcome.iteration == outcome.iteration
     ]
@@ -135,6 +141,24 @@ def check_commit(rules: Rules, entry: IterationCommitted) -> None:
             expect(worker.outcome == outcome, f"rank {worker.rank} took another outcome than {outcome}")
     check_newcomers(rules)
     expect(outcome.iteration <= rules.stepped_by_any, f"{outcome.iteration} is committed without a reported step")
+
+
+def check_rollback(rules: Rules, entry: RolledBack) -> None:
+    """Check that a rollback is necessary and goes to the newest checkpoint; then forget the later iterations."""
+    scenario, saved = rules.world.scenario, rules.world.record.rollbacks.newest
+    expect(scenario.max_rollbacks > 0, f"{entry}, though rollbacks are switched off")
+    expect(is_state_lost(rules), f"{entry}, though no state is lost")
+    expect(entry.epoch >= rules.highest_epoch, f"{entry} in epoch {rules.highest_epoch}")
+    commits = [old for _, old in rules.world.entries if isinstance(old, CheckpointCommitted)]
+    target = (commits[-1].iteration, commits[-1].folder) if commits else (rules.begins_after, "")
+    expect(saved is None or saved == target, f"remembers the checkpoint {saved} instead of {target}")
+    expect((entry.iteration, entry.folder) == target, f"{entry}, the newest checkpoint is {target}")
+    newer = [old for _, old in rules.world.entries if isinstance(old, CheckpointCommitted | RolledBack)]
+    since = list(takewhile(lambda old: isinstance(old, RolledBack), reversed(newer)))
+    rules.rollbacks_in_a_row = len(since) + 1
+    rules.committed = rules.begins_after = rules.reported = rules.stepped_by_any = entry.iteration
+    rules.evaluated = min(rules.evaluated, entry.iteration)
+    rules.value, rules.rolled_back, rules.exposed = rules.values[entry.iteration], entry.epoch, None
 
 
 def check_evaluation(rules: Rules, entry: EvaluationDone) -> None:

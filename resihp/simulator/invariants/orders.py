@@ -79,7 +79,9 @@ def check_park(rules: Rules, ranks: tuple[int, ...], order: m.Park) -> None:
     if rules.world.takeovers:  # nodes that received a later epoch may have been dropped since
         joined = [node.epoch for node in rules.world.nodes.values() if node.joined and not node.dropped]
         rules.highest_epoch = min(rules.highest_epoch, max([0, *rules.plans, *joined]))
-    expect(epoch > rules.highest_epoch or urged, f"park for epoch {epoch} after epoch {rules.highest_epoch}")
+    rolls_back = rules.rolled_back > 0 and rules.committed == rules.begins_after
+    joins = rolls_back and epoch == rules.highest_epoch and step == PARK_STEP  # processes that were started again
+    expect(epoch > rules.highest_epoch or urged or joins, f"park for epoch {epoch} after epoch {rules.highest_epoch}")
     if order.after_iteration:
         expect(rules.in_effect is not None and not rules.underway, "pauses while a transition is under way")
         expect(epoch == rules.highest_epoch + 1, f"pauses for epoch {epoch} in epoch {rules.highest_epoch}")
@@ -134,7 +136,7 @@ def check_sequence(rules: Rules, action: api.Order, order: TransitionOrder) -> N
 
 def check_base(rules: Rules, propose: m.Propose) -> None:
     base = propose.base
-    if rules.in_effect is None or rules.committed == rules.world.scenario.resume_from:
+    if rules.in_effect is None or rules.committed == rules.begins_after:
         expect(base is None, f"{base} though every rank can draw its state")
         return
     expect(base is not None, "no base though iterations are committed")

@@ -49,7 +49,7 @@ def check_progress(rules: Rules, decided: PlanDecided) -> None:
         f"plan {plan.epoch} redoes iteration {decided.next_iteration}, of which a step was reported",
     )
     for worker in rules.world.workers.values():
-        if worker.alive and not rules.given_up(worker) and worker.rank in plan.layout.ranks:
+        if worker.rank in plan.layout.ranks and worker.alive and not rules.given_up(worker) and rules.counts(worker):
             expect(
                 worker.stepped < decided.next_iteration,
                 f"plan {plan.epoch} redoes {decided.next_iteration}, which rank {worker.rank} has stepped",

@@ -118,7 +118,7 @@ class WorkerTransition:
         worker.pausing, worker.pause_asked, worker.reduced = False, 0, None
         if base is None:
             worker.held = {}
-            worker.stepped, worker.outcome = world.scenario.resume_from, None
+            worker.stepped, worker.outcome = go.next_iteration - 1, None
         elif worker.rank not in base.survivors:
             worker.held.pop(base.epoch, None)
         else:
@@ -194,7 +194,8 @@ class WorkerTransition:
         assert plan is not None
         need = needed(model, plan.layout)[worker.rank]
         if base is None:
-            return drawn(need, self.world.scenario.resume_from), 0
+            loaded = rules.values[self.upcoming - 1]
+            return Holding(need, loaded.iteration, loaded.value), 0
         specs = {spec.name: spec for spec in outline(model)}
         old = worker.held.get(base.epoch)
         parts = [] if old is None else [Holding(old.slices & need, old.iteration, old.value)]

@@ -82,6 +82,9 @@ class Scenario:
     iteration_s: float = 0.5
     resume_from: int = 0
     checkpoint_every: int = 0
+    max_restarts: int | None = None
+    """How often the job may go back to its newest checkpoint; None: as often as it needs, but never in every third
+    seed."""
     faults: tuple[Fault, ...] = ()
     disturbances: tuple[Disturbance, ...] = ()
     latency_s: float = 0.02
@@ -164,6 +167,13 @@ class Scenario:
     @property
     def batch_sizes(self) -> BatchSizes:
         return BatchSizes(self.micro_batches, self.ramp)
+
+    @property
+    def max_rollbacks(self) -> int:
+        """Number of times that the job may go back to its newest checkpoint."""
+        if self.max_restarts is not None:
+            return self.max_restarts
+        return 100 if self.seed % 3 else 0
 
     @property
     def foresight(self) -> dict[str, Any]:

@@ -435,7 +435,8 @@ def test_a_report_that_comes_after_the_decision_to_redo_is_void(seed: int) -> No
 @pytest.mark.parametrize("seed", FEW)
 def test_the_last_replica_lost_ends_with_5_and_says_what_each_lost(seed: int) -> None:
     """Nobody is left who could have held a copy."""
-    result = run(seed, faults=("kill:rank=0@iteration=2", "kill:rank=1@iteration=3", "kill:rank=2@iteration=4"))
+    faults = ("kill:rank=0@iteration=2", "kill:rank=1@iteration=3", "kill:rank=2@iteration=4")
+    result = run(seed, faults=faults, max_restarts=0)
     assert result.exit_code == 5
     assert committed(result) == [1, 2, 3]
     assert "was lost with rank" in result.reason

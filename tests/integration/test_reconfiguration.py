@@ -228,8 +228,28 @@ def test_every_schedule_survives(job: Job, reference: dict[int, float], options:
     assert_nothing_lost(job, reference)
 
 
-def test_state_that_nobody_holds_any_more_ends_the_job_with_advice(job: Job) -> None:
-    run(job, "kill:rank=0@iteration=3", nodes=1, gpus=2, tp=1, pp=2)
+def test_state_that_no_rank_holds_any_more_is_loaded_from_the_newest_checkpoint(
+    job: Job, reference: dict[int, float]
+) -> None:
+    run(job, "kill:rank=0@iteration=6", nodes=1, gpus=2, tp=1, pp=2, options=("--checkpoint-every", "2"))
+    assert job.status == 0, job.stderr
+    assert "goes back to the checkpoint of iteration 4, 1 iteration to be trained again" in job.stderr
+    assert job.losses() == pytest.approx(reference, rel=1e-4)
+    assert [row["iteration"] for row in job.history("iterations")] == sorted(reference)
+
+
+def test_a_process_that_is_started_again_takes_part_in_a_rollback(job: Job, reference: dict[int, float]) -> None:
+    """Without a checkpoint, everything is trained again, in the same layout."""
+    run(job, "crash:rank=1@iteration=4", nodes=1, gpus=2, tp=1, pp=2)
+    assert job.status == 0, job.stderr
+    assert "goes back to the beginning, 3 iterations to be trained again" in job.stderr
+    assert job.losses() == pytest.approx(reference, rel=1e-4)
+    (_, second) = job.history("plans")
+    assert [stage["ranks"] for stage in second["layout"]["replicas"][0]] == [[0], [2]]
+
+
+def test_without_restarts_state_that_no_rank_holds_ends_the_job_with_advice(job: Job) -> None:
+    run(job, "kill:rank=0@iteration=3", nodes=1, gpus=2, tp=1, pp=2, options=("--max-restarts", "0"))
     assert job.status == 5, job.stderr
     assert "was lost with rank 0" in job.stderr
     assert "there is no checkpoint to continue from (--checkpoint-every N writes them)" in job.stderr

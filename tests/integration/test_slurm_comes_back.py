@@ -8,7 +8,15 @@ from collections.abc import Callable
 
 import pytest
 
-from resihp.record.journal import CheckpointCommitted, JobEnded, NodeJoined, NodeLost, PlanDecided, WorkerStarted
+from resihp.record.journal import (
+    CheckpointCommitted,
+    JobEnded,
+    NodeJoined,
+    NodeLost,
+    PlanDecided,
+    RolledBack,
+    WorkerStarted,
+)
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference
 
 pytestmark = pytest.mark.timeout(400)
@@ -24,10 +32,11 @@ LAYOUT = "--nodes 4 --tp 4 --pp 2 --checkpoint-every 100"
 
 
 def submit(desk: Desk, *, nodes: int = 2, spares: int = 0, every: int = 100, **changes: str) -> str:
-    """Training in two stages, each on a node of its own, so that no node's state has another holder."""
+    """Training in two stages, each on a node of its own, so that no node's state has another holder. It does not go
+    back to a checkpoint while it runs: only another run does."""
     options = {
         LAYOUT: f"--nodes {nodes - spares} --tp 1 --pp 2 --checkpoint-every {every}",
-        "export RESIHP_SLURM__REPLACEMENTS=2": "export RESIHP_SLURM__REPLACEMENTS=0",
+        "export RESIHP_SLURM__REPLACEMENTS=2": "export RESIHP_SLURM__REPLACEMENTS=0 RESIHP_ADAPT__MAX_RESTARTS=0",
     }
     return desk.sbatch_training(ITERATIONS, nodes=nodes, gpus=1, changes=options | changes)
 
@@ -81,6 +90,26 @@ def test_too_many_nodes_die_and_the_job_goes_on_from_its_checkpoint(cluster: Mak
     assert_comes_back(desk, job, reference)
 
 
+@pytest.mark.every_slurm
+def test_lost_state_is_loaded_from_the_checkpoint_in_the_same_allocation(
+    cluster: MakeCluster, reference: Reference
+) -> None:
+    """The other node goes on alone until another one has come in place of the dead one."""
+    desk = Desk(cluster(nodes=3, gpus=1))
+    desk.pace(0.1)
+    again = "export RESIHP_SLURM__REPLACEMENTS=1 RESIHP_ADAPT__MAX_RESTARTS=100"
+    job = submit(desk, every=3, **{"export RESIHP_SLURM__REPLACEMENTS=2": again})
+    desk.until(lambda: desk.of(job, CheckpointCommitted), job)
+    lose_a_node(desk, job)
+    (back,) = desk.until(lambda: desk.of(job, RolledBack), job)
+    assert back.iteration % 3 == 0
+    desk.until(lambda: {entry.node for entry in desk.of(job, NodeJoined)} == {"n1", "n2", "n3"}, job)
+    desk.pace(0.0)
+    assert desk.wait(job) == ("COMPLETED", "0:0"), desk.output(job)
+    reference.check(desk.rows("iterations", job))
+    assert desk.shown(job)["Restarts"] == "0"
+
+
 @pytest.mark.soak
 @pytest.mark.every_slurm
 @pytest.mark.parametrize("sent_away", [warn, requeue, preempt, lose_a_node], ids=lambda way: way.__name__)
@@ -131,7 +160,7 @@ def test_without_spares_it_begins_with_the_rest(cluster: MakeCluster, reference:
 @pytest.mark.soak
 def test_one_that_may_only_begin_whole_is_run_again_on_other_nodes(cluster: MakeCluster, reference: Reference) -> None:
     desk = Desk(cluster(nodes=3, gpus=1))
-    whole = "export RESIHP_SLURM__REPLACEMENTS=0 RESIHP_ADAPT__LEAST=1"
+    whole = "export RESIHP_SLURM__REPLACEMENTS=0 RESIHP_ADAPT__MAX_RESTARTS=0 RESIHP_ADAPT__LEAST=1"
     job = submit(desk, **{"export RESIHP_SLURM__REPLACEMENTS=2": whole})
     desk.until(lambda: len(desk.of(job, NodeJoined)) == 2, job)
     desk.cluster.kill_node("n2")

@@ -84,7 +84,7 @@ def test_fault_that_did_not_fire_fails_the_run(job: Job) -> None:
 
 
 def test_resume_continues_where_the_checkpoint_ends(job: Job, undisturbed: Callable[[], Job]) -> None:
-    job.train("--checkpoint-every", "2", "--fault", "kill:rank=0@iteration=6", nodes=1)
+    job.train("--checkpoint-every", "2", "--max-restarts", "0", "--fault", "kill:rank=0@iteration=6", nodes=1)
     assert job.wait().status == 5, job.stderr
     job.train("--checkpoint-every", "2", "--resume", "local-1", tp=1, pp=2, nodes=1)
     assert job.wait().status == 0, job.stderr

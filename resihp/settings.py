@@ -78,8 +78,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int | None = None
     """Bytes of each device's memory that the job may use; None: unknown, and memory is not checked."""
     max_restarts: int = 100
-    """Number of times that all processes of a script may be started again in this run. Only for a script that does not
-    declare a model."""
+    """Number of times that all processes of a script that does not declare a model may be started again in this run, or
+    that training of a declared model may go back to a checkpoint."""
     min_nodes: int = 0
     """Minimum number of nodes with which such a script is started again when nodes are lost; 0: with as many as the
     job requested."""

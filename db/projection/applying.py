@@ -143,7 +143,7 @@ _APPLY: dict[type, Callable[[Session, models.JobRow, Any, float], None]] = {
     journal.JobSignalled: _event_only,
     journal.WorkersOrdered: _event_only,
     journal.RestartDecided: _event_only,
-    journal.RolledBack: iterations.roll_back,
+    journal.RollbackDecided: iterations.roll_back,
     journal.CheckpointDistrusted: _event_only,
     journal.PlanWithdrawn: plans.withdraw_plan,
     journal.ChangeDecided: _event_only,

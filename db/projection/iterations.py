@@ -58,7 +58,7 @@ def commit_iterations(
     upsert(session, models.IterationRow, rows, ("job_id", "iteration"))
 
 
-def roll_back(session: Session, job: models.JobRow, entry: journal.RolledBack, at: float) -> None:
+def roll_back(session: Session, job: models.JobRow, entry: journal.RollbackDecided, at: float) -> None:
     """Drop the rows of iterations that are trained again, so that all rows are of one course of training, in order."""
     rows = models.IterationRow
     session.execute(delete(rows).where(rows.job_id == job.id, rows.iteration > entry.iteration))

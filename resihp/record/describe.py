@@ -229,7 +229,7 @@ def _script(entry: journal.AnyEntry) -> str | None:
     match entry:
         case journal.RestartDecided():
             return f"restart {entry.round}: decided, {entry.reason}"
-        case journal.RolledBack():
+        case journal.RollbackDecided():
             place = f"the checkpoint of iteration {entry.iteration}" if entry.folder else "the beginning"
             return f"rollback: back to {place}, {entry.reason}"
         case journal.CheckpointCommitted() if entry.modified is not None:

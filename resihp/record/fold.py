@@ -47,7 +47,7 @@ from resihp.record.journal import (
     ReplacementAsked,
     ReplacementChanged,
     RestartDecided,
-    RolledBack,
+    RollbackDecided,
     SlurmSaw,
     Suspected,
     WorkerEnded,
@@ -90,7 +90,7 @@ def apply(record: JobRecord, entry: AnyEntry) -> None:
             record.leader = entry.node
         case RestartDecided():
             record.decide_restart(entry)
-        case RolledBack():
+        case RollbackDecided():
             _roll_back(record, entry)
         case NodeJoined() | NodeLost() | WorkersOrdered() | WorkerStarted() | WorkerEnded() | JoinRefused():
             _places(record, entry)
@@ -273,7 +273,7 @@ def _progress(
             record.loss_not_finite = entry.iteration
 
 
-def _roll_back(record: JobRecord, entry: RolledBack) -> None:
+def _roll_back(record: JobRecord, entry: RollbackDecided) -> None:
     """Forget everything after the iteration from which training goes on. The plan in effect stays until the next one is
     in effect."""
     record.rollbacks.decide(entry)

@@ -22,7 +22,7 @@ from resihp.record.scripts.entries import CounterSeen as CounterSeen
 from resihp.record.scripts.entries import Entry as Entry
 from resihp.record.scripts.entries import LossNotFinite as LossNotFinite
 from resihp.record.scripts.entries import RestartDecided as RestartDecided
-from resihp.record.scripts.entries import RolledBack as RolledBack
+from resihp.record.scripts.entries import RollbackDecided as RollbackDecided
 
 
 class SlurmIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -707,7 +707,7 @@ AnyEntry = (
     | NodeLost
     | WorkersOrdered
     | RestartDecided
-    | RolledBack
+    | RollbackDecided
     | WorkerStarted
     | WorkerEnded
     | PlanDecided

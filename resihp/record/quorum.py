@@ -25,14 +25,14 @@ from resihp.record.journal import (
     Record,
     ReplacementAsked,
     RestartDecided,
-    RolledBack,
+    RollbackDecided,
     WorkersOrdered,
     term_of,
 )
 from resihp.record.state import JobRecord
 
 DECISIONS = (
-    *(LeaderChosen, WorkersOrdered, RestartDecided, RolledBack, PlanDecided, PlanInEffect, DrainDecided),
+    *(LeaderChosen, WorkersOrdered, RestartDecided, RollbackDecided, PlanDecided, PlanInEffect, DrainDecided),
     *(ReplacementAsked, JobEnded),
 )
 """Kinds of entries that count only once a quorum of agents has acknowledged them. The actions that follow from them

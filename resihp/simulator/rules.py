@@ -35,7 +35,11 @@ if TYPE_CHECKING:
 
 
 class Rules:
-    """Records everything that the controller has been told and has decided so far, and checks it."""
+    """Records everything that the controller has been told and has decided so far, and checks it.
+
+    `begins_after`: the iteration of the state that ranks load while no rank has any. `rolled_back`: the epoch of the
+    last rollback, 0 if there was none. `values`: the state after each committed iteration.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -43,12 +47,9 @@ class Rules:
         self.plan: Plan | None = None
         self.known_dead: set[int] = set()
         self.committed = self.begins_after = world.scenario.resume_from
-        """The last committed iteration, and the one of the state that ranks load while no rank has any."""
         self.rolled_back = self.rollbacks_in_a_row = 0
-        """Epoch of the last rollback (0: none), and number of rollbacks since the last checkpoint."""
         self.evaluated = 0
-        self.reported = world.scenario.resume_from
-        self.stepped_by_any = world.scenario.resume_from
+        self.reported = self.stepped_by_any = world.scenario.resume_from
         """Highest iteration with a step reported by any rank; `reported` excludes ranks that the controller has given
         up."""
         self.parked: dict[int, set[int]] = {}
@@ -70,7 +71,6 @@ class Rules:
         self.value = drawn(0, self.world.scenario.resume_from)
         """State after the last committed iteration; every holder of a slice must have it."""
         self.values = {self.committed: self.value}
-        """The same after each committed iteration."""
         self.hurried: set[int] = set()
         """Ranks that were ordered to park at once after they had been ordered to park between two iterations."""
         self.taking_part = set(self.world.workers)

@@ -14,7 +14,7 @@ from resihp.record.journal import (
     NodeJoined,
     NodeLost,
     PlanDecided,
-    RolledBack,
+    RollbackDecided,
     WorkerStarted,
 )
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference
@@ -101,7 +101,7 @@ def test_lost_state_is_loaded_from_the_checkpoint_in_the_same_allocation(
     job = submit(desk, every=3, **{"export RESIHP_SLURM__REPLACEMENTS=2": again})
     desk.until(lambda: desk.of(job, CheckpointCommitted), job)
     lose_a_node(desk, job)
-    (back,) = desk.until(lambda: desk.of(job, RolledBack), job)
+    (back,) = desk.until(lambda: desk.of(job, RollbackDecided), job)
     assert back.iteration % 3 == 0
     desk.until(lambda: {entry.node for entry in desk.of(job, NodeJoined)} == {"n1", "n2", "n3"}, job)
     desk.pace(0.0)

@@ -117,7 +117,8 @@ class AdaptSection(Section):
     `[slurm]` allows. A failure that would end the job is still recovered. `restart` is not supported yet."""
     max_restarts: int = Field(default=_SETTINGS.max_restarts, ge=0)
     """How often all processes of a script that does not use `resihp.Trainer` may be started again, in one run of the
-    job, after one of them has failed."""
+    job, after one of them has failed. With `resihp.Trainer`: how often training may go back to the newest checkpoint,
+    because no rank holds some of the state any more; with 0 the job ends instead, or Slurm runs it again."""
     come_backs: int = Field(default=_SETTINGS.come_backs, ge=0)
     """How often a process may be started again on the same device."""
     least: float = Field(default=_SETTINGS.least, gt=0, le=1)

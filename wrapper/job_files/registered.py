@@ -104,7 +104,7 @@ def note_end(job: OurJob, exit_code: int | None = None) -> registry.KnownJob | N
                 case journal.IterationCommitted(outcome=outcome):
                     loss = None if outcome.loss_is_unknown else outcome.loss
                     figures |= {"iterations": outcome.iteration, "loss": loss, "last_iteration_at": record.at}
-                case journal.RolledBack(iteration=iteration):
+                case journal.RollbackDecided(iteration=iteration):
                     figures |= {"iterations": iteration}
                 case journal.JobEnded(state=state, exit_code=code):
                     figures |= {"state": state, "exit_code": code, "ended_at": record.at}

@@ -189,8 +189,6 @@ def follow(figures: Figures, record: journal.Record) -> None:
             figures.iteration = max(figures.iteration, entry.declare.resume_from)
         case journal.IterationCommitted():
             _committed(figures, entry, at)
-        case journal.RolledBack():
-            figures.iteration = entry.iteration
         case journal.EvaluationDone():
             figures.validation_loss = entry.loss
         case journal.IterationsPacked():
@@ -218,6 +216,8 @@ def follow(figures: Figures, record: journal.Record) -> None:
 def _count_upkeep(figures: Figures, entry: journal.AnyEntry) -> None:
     """Count checkpoints, drains, replacement nodes, and Slurm's answers to requests for drains."""
     match entry:
+        case journal.RollbackDecided():
+            figures.iteration = entry.iteration
         case journal.CheckpointCommitted():
             figures.checkpoints += 1
             figures.checkpoint_iteration = entry.iteration

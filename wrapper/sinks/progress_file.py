@@ -53,7 +53,7 @@ def after(progress: ProgressFile, record: journal.Record) -> ProgressFile:
             return msgspec.structs.replace(
                 progress, redone=False, recent=(*progress.recent[1 - RECENT_ITERATIONS :], last)
             )
-        case journal.RolledBack():
+        case journal.RollbackDecided():
             recent = tuple(last for last in progress.recent if last.iteration <= entry.iteration)
             return msgspec.structs.replace(progress, resumed_from=entry.iteration, recent=recent)
         case _:

@@ -34,7 +34,7 @@ def after(course: JobProgress, entry: journal.AnyEntry) -> JobProgress:
         case journal.IterationCommitted():
             loss = None if entry.outcome.loss_is_unknown else entry.outcome.loss
             return replace(course, iteration=entry.outcome.iteration, loss=loss)
-        case journal.RolledBack():
+        case journal.RollbackDecided():
             return replace(course, iteration=entry.iteration)
         case journal.NodeLost():
             return replace(course, nodes_lost=course.nodes_lost + 1)

@@ -9,7 +9,7 @@ from resihp.controller import interface as api
 from resihp.controller import iterations, startup, transition
 from resihp.controller.fail_stop import early_losses, endings, failures, last_to_leave, liveness, silence
 from resihp.controller.nodes import joins
-from resihp.controller.rounds import restarts
+from resihp.controller.rounds import restarts, rollback
 from resihp.controller.scripts import script_checkpoints, script_hangs, slow_ranks
 from resihp.controller.state.job import Job
 from resihp.controller.state.members import Member, Node
@@ -73,6 +73,8 @@ def tick(job: Job) -> None:
         failures.communication_failed(job, f"rank {job.stuck[1]}: {job.stuck[2]}")
     if job.training:
         judge_progress(job)
+    elif rollback.is_pending(job):
+        transition.decide_when_parked(job)
     elif job.changing:
         judge_transition(job)
 
@@ -243,9 +245,6 @@ def judge_transition(job: Job) -> None:
     stage."""
     ongoing = job.transition
     assert ongoing is not None
-    if job.stage == "parking" and not ongoing.waiting:
-        transition.decide_when_parked(job)  # a rollback waits for something
-        return
     waited_s = job.now - max(ongoing.stage_at, ongoing.moved_at)
     late = [job.members[rank] for rank in sorted(ongoing.waiting) if not is_saving(job, job.members[rank])]
     stopped = [member for member in late if liveness.is_stopped(member, job.now, job.settings)]

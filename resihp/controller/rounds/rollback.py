@@ -9,13 +9,14 @@ checkpoint; the caller then ends the job. Called by `transition`, at each tick o
 
 from __future__ import annotations
 
-from resihp.controller.rounds.restarts import MAX_FRUITLESS
 from resihp.controller.state.job import Job
 from resihp.controller.state.transitions import Transition
 from resihp.protocol import messages as m
-from resihp.record.journal import RolledBack
+from resihp.record.journal import RollbackDecided
 from resihp.words import count_of
 
+MAX_IN_A_ROW = 3
+"""Number of rollbacks in a row without a new checkpoint after which the job does not go back any more."""
 MANIFEST_PATIENCE_S = 10.0
 """Seconds to wait for the supervisor to complete a checkpoint with all parts written."""
 
@@ -31,6 +32,11 @@ def waits(job: Job) -> bool:
     return is_new or (is_recent and job.checkpointed > job.record.checkpointed)
 
 
+def is_pending(job: Job) -> bool:
+    """Return whether all ranks have parked and the next plan has to wait."""
+    return job.transition is not None and job.stage == "parking" and not job.transition.waiting
+
+
 def begin(job: Job, reason: str) -> bool:
     """Decide to go back to the newest checkpoint; return whether this was decided. If not, the user is told the reason,
     unless no process is left or rollbacks are switched off."""
@@ -42,7 +48,7 @@ def begin(job: Job, reason: str) -> bool:
         job.say("notice", f"does not go back to {place}: {why_not}")
         return False
     again = count_of(job.record.committed - iteration, "iteration")
-    job.log(RolledBack(epoch=job.epoch, iteration=iteration, folder=folder, reason=reason))
+    job.log(RollbackDecided(epoch=job.epoch, iteration=iteration, folder=folder, reason=reason))
     job.say("notice", f"{reason}; goes back to {place}, {again} to be trained again")
     _forget_later_iterations(job)
     return True
@@ -81,7 +87,7 @@ def _obstacle(job: Job, place: str) -> str:
     rollbacks, limit = job.record.rollbacks, job.settings.max_restarts
     if rollbacks.count >= limit:
         return f"it has gone back {count_of(rollbacks.count, 'time')}; [adapt] max_restarts is {limit}"
-    if rollbacks.in_a_row >= MAX_FRUITLESS:
+    if rollbacks.in_a_row >= MAX_IN_A_ROW:
         return f"it has gone back to {place} {count_of(rollbacks.in_a_row, 'time')}, and saved no checkpoint since"
     return ""
 

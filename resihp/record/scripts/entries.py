@@ -58,7 +58,7 @@ class CheckpointDistrusted(Entry, frozen=True, kw_only=True):
     failure: str = ""
 
 
-class RolledBack(Entry, frozen=True, kw_only=True):
+class RollbackDecided(Entry, frozen=True, kw_only=True):
     """Training with `resihp.Trainer` goes back to `iteration`, because no surviving rank holds some of the later state.
 
     The next plan loads the checkpoint in `folder`; if it is empty, ranks draw initial parameters. Steps that ranks took

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from resihp.protocol.messages import Declare
-from resihp.record.scripts.entries import RolledBack
+from resihp.record.scripts.entries import RollbackDecided
 
 
 @dataclass
@@ -14,7 +14,7 @@ class Rollbacks:
 
     newest: tuple[int, str] | None = None
     """Iteration and folder of the newest complete checkpoint; None if this run has written none."""
-    last: RolledBack | None = None
+    last: RollbackDecided | None = None
     count: int = 0
     in_a_row: int = 0
     """Number of rollbacks since the newest checkpoint was complete, or since the start."""
@@ -35,6 +35,6 @@ class Rollbacks:
         """Apply a complete checkpoint."""
         self.newest, self.in_a_row = (iteration, folder), 0
 
-    def decide(self, entry: RolledBack) -> None:
+    def decide(self, entry: RollbackDecided) -> None:
         """Apply a rollback."""
         self.last, self.count, self.in_a_row = entry, self.count + 1, self.in_a_row + 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from resihp.controller import interface as api
-from resihp.controller.rounds.restarts import MAX_FRUITLESS
+from resihp.controller.rounds.rollback import MAX_IN_A_ROW
 from resihp.faults import Fault
 from resihp.record.journal import JobEnded
 from resihp.simulator.holdings import everything, needed
@@ -116,7 +116,7 @@ def check_too_few(rules: Rules, end: api.End) -> None:
         expect(is_lost(rules), f"gives up though no state is lost: {end.reason}")
     if is_state_lost(rules) and not rules.objected and "no agent reconnected" not in end.reason:
         able = [w for w in rules.world.workers.values() if w.alive and w.spawned and not rules.given_up(w)]
-        hopeless = rules.rollbacks_in_a_row >= MAX_FRUITLESS or not scenario.max_rollbacks or not able
+        hopeless = rules.rollbacks_in_a_row >= MAX_IN_A_ROW or not scenario.max_rollbacks or not able
         expect(hopeless, f"gives up, though it could go back to a checkpoint: {end.reason}")
 
 

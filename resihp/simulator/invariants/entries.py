@@ -24,7 +24,7 @@ from resihp.record.journal import (
     PlanInEffect,
     PlanRefused,
     Reconfigured,
-    RolledBack,
+    RollbackDecided,
     Suspected,
     WorkerEnded,
 )
@@ -55,7 +55,7 @@ def check_entry(rules: Rules, entry: AnyEntry) -> None:
             rules.injected_now.append(entry)
         case NodeJoined():
             rules.failed_nodes.discard(entry.node)
-        case RolledBack():
+        case RollbackDecided():
             check_rollback(rules, entry)
         case PlanInEffect():
             check_effect(rules, entry.epoch)
@@ -143,7 +143,7 @@ def check_commit(rules: Rules, entry: IterationCommitted) -> None:
     expect(outcome.iteration <= rules.stepped_by_any, f"{outcome.iteration} is committed without a reported step")
 
 
-def check_rollback(rules: Rules, entry: RolledBack) -> None:
+def check_rollback(rules: Rules, entry: RollbackDecided) -> None:
     """Check that a rollback is necessary and goes to the newest checkpoint; then forget the later iterations."""
     scenario, saved = rules.world.scenario, rules.world.record.rollbacks.newest
     expect(scenario.max_rollbacks > 0, f"{entry}, though rollbacks are switched off")
@@ -153,8 +153,8 @@ def check_rollback(rules: Rules, entry: RolledBack) -> None:
     target = (commits[-1].iteration, commits[-1].folder) if commits else (rules.begins_after, "")
     expect(saved is None or saved == target, f"remembers the checkpoint {saved} instead of {target}")
     expect((entry.iteration, entry.folder) == target, f"{entry}, the newest checkpoint is {target}")
-    newer = [old for _, old in rules.world.entries if isinstance(old, CheckpointCommitted | RolledBack)]
-    since = list(takewhile(lambda old: isinstance(old, RolledBack), reversed(newer)))
+    newer = [old for _, old in rules.world.entries if isinstance(old, CheckpointCommitted | RollbackDecided)]
+    since = list(takewhile(lambda old: isinstance(old, RollbackDecided), reversed(newer)))
     rules.rollbacks_in_a_row = len(since) + 1
     rules.committed = rules.begins_after = rules.reported = rules.stepped_by_any = entry.iteration
     rules.evaluated = min(rules.evaluated, entry.iteration)

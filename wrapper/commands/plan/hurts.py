@@ -151,8 +151,8 @@ def _sentences(query: Question, losses_found: Losses, table_rows: list[Row], idl
         lines.append(f"Cannot run without {_named(query, fatal.loss, 1)}: {fatal.obstacle}.")
     if any(row.worst.state_lost and not row.worst.obstacle for row in table_rows):
         lines.append(
-            "Checkpoint: no other rank holds that state. The job ends, and restarts from its last checkpoint with the "
-            "remaining devices."
+            "Checkpoint: no other rank holds that state. Training goes back to its last checkpoint, on the remaining "
+            "devices."
         )
     if any(losses_found.seconds / row.worst.seconds > BETTER_RATIO for row in table_rows):
         lines.append("More than 100%: there are better plans than this one; find them with --search, without --hurts.")

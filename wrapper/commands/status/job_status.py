@@ -41,7 +41,7 @@ EVENT_KINDS = (
     *("Suspected", "SuspicionCleared", "CoverageChanged"),
     *("DrainDecided", "DrainAnswered", "NodeReleased", "ReplacementAsked", "ReplacementChanged", "SlurmSaw"),
     *("ReservationSeen", "LossNotFinite"),
-    *("LeaderChosen", "JobSignalled", "FaultInjected", "CheckpointCommitted", "RolledBack", "JobEnded"),
+    *("LeaderChosen", "JobSignalled", "FaultInjected", "CheckpointCommitted", "RollbackDecided", "JobEnded"),
 )
 
 

@@ -30,7 +30,7 @@ COMMITS_AFTER_FAILURE = 1
 _EVENT_ENTRIES = (
     *(journal.FaultInjected, journal.WorkerEnded, journal.NodeLost, journal.Suspected, journal.FailureFound),
     *(journal.ProbesTaken, journal.ChangeDecided, journal.ChangeDeclined, journal.PlanDecided, journal.PlanRefused),
-    *(journal.PlanWithdrawn, journal.PlanInEffect, journal.LeaderChosen, journal.FailureEnded, journal.RolledBack),
+    *(journal.PlanWithdrawn, journal.PlanInEffect, journal.LeaderChosen, journal.FailureEnded, journal.RollbackDecided),
     *(journal.JobEnded,),
 )
 """Journal entries that become events of a root span."""
@@ -103,7 +103,7 @@ class Story:
                 self._committed, self._count = entry.outcome.iteration, self._count + 1
             case journal.IterationsPacked():
                 self._committed, self._count = entry.last, self._count + entry.count
-            case journal.RolledBack():
+            case journal.RollbackDecided():
                 self._committed = entry.iteration
             case journal.CheckpointCommitted():
                 self._saved = max(self._saved, entry.iteration)

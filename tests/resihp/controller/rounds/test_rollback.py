@@ -18,7 +18,7 @@ from resihp.record.journal import (
     IterationCommitted,
     PlanDecided,
     Reconfigured,
-    RolledBack,
+    RollbackDecided,
 )
 from tests.resihp.controller.direct import DECLARE, Direct, outcome
 
@@ -78,7 +78,7 @@ def test_it_goes_back_to_the_newest_checkpoint_and_trains_the_later_iterations_a
     lose_a_stage(job, stepped=5)
     job.wait(1)
     assert job.end is None
-    (entry,) = job.all(RolledBack)
+    (entry,) = job.all(RollbackDecided)
     assert (entry.iteration, entry.folder, entry.epoch) == (3, "/ckpt/i3", job.job.epoch)
     assert "goes back to the checkpoint of iteration 3, 2 iterations to be trained again" in texts(job)[-1]
     assert (proposal(job).base, proposal(job).checkpoint, proposal(job).next_iteration) == (None, "/ckpt/i3", 4)
@@ -95,7 +95,7 @@ def test_without_a_checkpoint_it_begins_again() -> None:
     job = trained(2)
     lose_a_stage(job, stepped=2)
     job.wait(1)
-    assert (job.all(RolledBack)[0].iteration, proposal(job).checkpoint, proposal(job).next_iteration) == (0, "", 1)
+    assert (job.all(RollbackDecided)[0].iteration, proposal(job).checkpoint, proposal(job).next_iteration) == (0, "", 1)
     assert any("goes back to the beginning, 2 iterations to be trained again" in text for text in texts(job))
 
 
@@ -105,7 +105,7 @@ def test_a_job_that_resumed_goes_back_to_the_checkpoint_from_which_it_did() -> N
     assert job.orders(m.Propose)[0][1].checkpoint == "/old/i4"
     lose_a_stage(job, stepped=6)
     job.wait(1)
-    assert (job.all(RolledBack)[0].iteration, proposal(job).checkpoint, proposal(job).next_iteration) == (
+    assert (job.all(RollbackDecided)[0].iteration, proposal(job).checkpoint, proposal(job).next_iteration) == (
         4,
         "/old/i4",
         5,
@@ -117,10 +117,10 @@ def test_losses_of_the_same_moment_are_part_of_one_rollback() -> None:
     for rank in (1, 3, 5):
         job.crash(rank)
     job.park(stepped=3)
-    assert not job.all(RolledBack)
+    assert not job.all(RollbackDecided)
     job.feed(api.AgentLost(node="n2", reason="agent process ended"))
     job.wait(1)
-    assert len(job.all(RolledBack)) == 1
+    assert len(job.all(RollbackDecided)) == 1
     assert sorted(proposal(job).plan.layout.ranks) == [0, 4]
 
 
@@ -138,7 +138,7 @@ def test_what_ranks_did_before_the_rollback_does_not_count_after_it() -> None:
     assert job.job.record.committed == 3
     assert not job.all(EvaluationDone)
     assert (proposal(job).base, proposal(job).next_iteration) == (None, 4)
-    assert len(job.all(RolledBack)) == 1
+    assert len(job.all(RollbackDecided)) == 1
     job.run(1)
     assert job.job.record.committed == 4
 
@@ -153,7 +153,7 @@ def test_a_loss_after_the_rollback_and_before_the_first_iteration_loads_the_chec
     job.crash(proposal(job).plan.layout.active[-1])
     for rank in job.job.ready:
         job.say(rank, m.Parked(epoch=job.job.epoch, holds=(2,), stepped=3, outcome=None, ready=False))
-    assert len(job.all(RolledBack)) == 1
+    assert len(job.all(RollbackDecided)) == 1
     assert (proposal(job).base, proposal(job).checkpoint, proposal(job).next_iteration) == (None, "/ckpt/i3", 4)
 
 
@@ -178,7 +178,7 @@ def test_it_gives_up_when_it_went_back_to_one_checkpoint_again_and_again(is_save
         if is_saved and job.end is None:
             save(job, job.job.record.committed)
         assert count < 6
-    assert len(job.all(RolledBack)) == (6 if is_saved else 3)
+    assert len(job.all(RollbackDecided)) == (6 if is_saved else 3)
     if not is_saved:
         assert job.end is not None
         assert (job.end.exit_code, job.end.requeue) == (5, False)
@@ -191,7 +191,7 @@ def test_the_limit_of_the_user_holds() -> None:
     lose_a_stage(job, stepped=3)
     assert job.end is not None
     assert job.end.exit_code == 5
-    assert not job.all(RolledBack)
+    assert not job.all(RollbackDecided)
 
 
 def test_a_process_that_is_started_again_takes_part() -> None:
@@ -200,7 +200,7 @@ def test_a_process_that_is_started_again_takes_part() -> None:
     job.crash(1)
     job.park(stepped=5)
     job.wait(1)
-    assert len(job.all(RolledBack)) == 1
+    assert len(job.all(RollbackDecided)) == 1
     assert len(job.orders(m.Propose)) == 1, "the first plan"
     job.join(2)
     job.wait(1)
@@ -239,10 +239,10 @@ def test_a_checkpoint_with_all_parts_written_is_waited_for() -> None:
     save(job, 5, is_complete=False)
     lose_a_stage(job, stepped=5)
     job.wait(3)
-    assert not job.all(RolledBack)
+    assert not job.all(RollbackDecided)
     complete(job, 5)
     job.wait(1)
-    assert job.all(RolledBack)[0].folder == "/ckpt/i5"
+    assert job.all(RollbackDecided)[0].folder == "/ckpt/i5"
 
 
 def test_a_checkpoint_that_stays_incomplete_is_not_waited_for_long_and_not_used_later() -> None:
@@ -250,7 +250,7 @@ def test_a_checkpoint_that_stays_incomplete_is_not_waited_for_long_and_not_used_
     save(job, 5, is_complete=False)
     lose_a_stage(job, stepped=5)
     job.wait(MANIFEST_PATIENCE_S + 2)
-    assert job.all(RolledBack)[0].folder == "/ckpt/i3"
+    assert job.all(RollbackDecided)[0].folder == "/ckpt/i3"
     complete(job, 5)
     assert job.job.record.rollbacks.newest == (3, "/ckpt/i3")
     job.run(2)
@@ -275,7 +275,7 @@ def test_another_supervisor_carries_the_rollback_out() -> None:
     lose_a_stage(job, stepped=5)
     job.wait(1)
     log = entries(job)
-    until = next(number for number, entry in enumerate(log) if isinstance(entry, RolledBack)) + 1
+    until = next(number for number, entry in enumerate(log) if isinstance(entry, RollbackDecided)) + 1
     after = object.__new__(Direct)
     after.controller = Controller.recover(job.job.settings, log[:until], None, ())
     after.job, after.now, after.actions, after.declare = after.controller.job, 0.0, [], job.declare
@@ -290,6 +290,6 @@ def test_another_supervisor_carries_the_rollback_out() -> None:
         )
     after.park(stepped=5)
     after.wait(1)
-    assert not after.all(RolledBack)
+    assert not after.all(RollbackDecided)
     assert after.job.record.committed == 3
     assert (proposal(after).base, proposal(after).checkpoint, proposal(after).next_iteration) == (None, "/ckpt/i3", 4)

@@ -8,6 +8,7 @@ clock. `Rules` (rules.py, invariants) checks after every event the promises of a
     .venv/bin/python -m resihp.simulator.harness 0 5000          many seeds: violations by kind, exit codes
     ... --storm, --orphan, --slurm, --slow       jobs of another family (scenarios)
     ... --stop, --start, --ramp, --noise         jobs of four more families
+    ... --single                                 jobs that go back to checkpoints
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable
 
 from resihp.simulator.invariants.violations import Violation
 from resihp.simulator.log import log_tail
-from resihp.simulator.scenarios.mixed_jobs import draw_ramped
+from resihp.simulator.scenarios.mixed_jobs import draw_ramped, draw_unreplicated
 from resihp.simulator.scenarios.plain_jobs import draw_orphaned, draw_plain, draw_stormy
 from resihp.simulator.scenarios.probed_jobs import draw_harassed, draw_noisy, draw_sluggish
 from resihp.simulator.scenarios.scenario import Disturbance, Scenario
@@ -88,6 +89,7 @@ def main(arguments: list[str]) -> int:
         "--ramp": draw_ramped,
         "--harassed": draw_harassed,
         "--noise": draw_noisy,
+        "--single": draw_unreplicated,
     }
     draw = next((kinds[argument] for argument in arguments if argument in kinds), draw_plain)
     numbers = [int(argument) for argument in arguments if argument.isdigit()]

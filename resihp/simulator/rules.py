@@ -47,7 +47,7 @@ class Rules:
         self.plan: Plan | None = None
         self.known_dead: set[int] = set()
         self.committed = self.begins_after = world.scenario.resume_from
-        self.rolled_back = self.rollbacks_in_a_row = 0
+        self.rolled_back = self.rollbacks = self.rollbacks_in_a_row = 0
         self.evaluated = 0
         self.reported = self.stepped_by_any = world.scenario.resume_from
         """Highest iteration with a step reported by any rank; `reported` excludes ranks that the controller has given

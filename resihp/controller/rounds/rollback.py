@@ -55,17 +55,23 @@ def begin(job: Job, reason: str) -> bool:
 
 
 def awaits_processes(job: Job) -> bool:
-    """Return whether the next plan has to wait for processes that are starting, after a rollback. Those that are ready
-    are ordered to park, like all others."""
+    """Return whether the next plan has to wait for processes that are starting: after a rollback, and if no other
+    process is left. Those that are ready are ordered to park, like all others."""
     transition = _transition(job)
-    if job.record.rollbacks.last is None or job.record.committed != job.begins_after:
+    goes_back = job.record.rollbacks.last is not None and job.record.committed == job.begins_after
+    if not job.settings.max_restarts or (transition.parked and not goes_back):
         return False
     newcomers = tuple(rank for rank in job.ready if rank not in transition.asked)
     if newcomers:
         transition.asked.update(newcomers)
         transition.waiting.update(newcomers)
+        transition.stage_at = job.now  # they have the time that the others had
         job.order(newcomers, m.Park(epoch=job.epoch, reason=transition.reason))
         return True
+    if not transition.parked:
+        transition.state_lost_at = transition.state_lost_at or job.now
+    if job.now == transition.state_lost_at:
+        return True  # the same event may order processes to start again
     starting = _starting(job)
     if job.now - transition.began_at > job.settings.start_budget_s or not (starting or job.unmeasured):
         return False

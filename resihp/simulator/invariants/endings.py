@@ -116,7 +116,8 @@ def check_too_few(rules: Rules, end: api.End) -> None:
         expect(is_lost(rules), f"gives up though no state is lost: {end.reason}")
     if is_state_lost(rules) and not rules.objected and "no agent reconnected" not in end.reason:
         able = [w for w in rules.world.workers.values() if w.alive and w.spawned and not rules.given_up(w)]
-        hopeless = rules.rollbacks_in_a_row >= MAX_IN_A_ROW or not scenario.max_rollbacks or not able
+        is_limited = rules.rollbacks_in_a_row >= MAX_IN_A_ROW or rules.rollbacks >= scenario.max_rollbacks
+        hopeless = is_limited or not able
         expect(hopeless, f"gives up, though it could go back to a checkpoint: {end.reason}")
 
 

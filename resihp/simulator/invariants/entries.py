@@ -145,17 +145,18 @@ def check_commit(rules: Rules, entry: IterationCommitted) -> None:
 
 def check_rollback(rules: Rules, entry: RollbackDecided) -> None:
     """Check that a rollback is necessary and goes to the newest checkpoint; then forget the later iterations."""
-    scenario, saved = rules.world.scenario, rules.world.record.rollbacks.newest
-    expect(scenario.max_rollbacks > 0, f"{entry}, though rollbacks are switched off")
+    record = rules.world.record
+    saved = record.rollbacks.newest
+    expect(rules.world.scenario.max_rollbacks > rules.rollbacks, f"{entry}, though there were {rules.rollbacks} before")
     expect(is_state_lost(rules), f"{entry}, though no state is lost")
     expect(entry.epoch >= rules.highest_epoch, f"{entry} in epoch {rules.highest_epoch}")
     commits = [old for _, old in rules.world.entries if isinstance(old, CheckpointCommitted)]
-    target = (commits[-1].iteration, commits[-1].folder) if commits else (rules.begins_after, "")
+    target = (commits[-1].iteration, commits[-1].folder) if commits else record.rollbacks.loaded(record.trains)
     expect(saved is None or saved == target, f"remembers the checkpoint {saved} instead of {target}")
     expect((entry.iteration, entry.folder) == target, f"{entry}, the newest checkpoint is {target}")
     newer = [old for _, old in rules.world.entries if isinstance(old, CheckpointCommitted | RollbackDecided)]
     since = list(takewhile(lambda old: isinstance(old, RollbackDecided), reversed(newer)))
-    rules.rollbacks_in_a_row = len(since) + 1
+    rules.rollbacks_in_a_row, rules.rollbacks = len(since) + 1, rules.rollbacks + 1
     rules.committed = rules.begins_after = rules.reported = rules.stepped_by_any = entry.iteration
     rules.evaluated = min(rules.evaluated, entry.iteration)
     rules.value, rules.rolled_back, rules.exposed = rules.values[entry.iteration], entry.epoch, None

@@ -79,8 +79,8 @@ def check_park(rules: Rules, ranks: tuple[int, ...], order: m.Park) -> None:
     if rules.world.takeovers:  # nodes that received a later epoch may have been dropped since
         joined = [node.epoch for node in rules.world.nodes.values() if node.joined and not node.dropped]
         rules.highest_epoch = min(rules.highest_epoch, max([0, *rules.plans, *joined]))
-    rolls_back = rules.rolled_back > 0 and rules.committed == rules.begins_after
-    joins = rolls_back and epoch == rules.highest_epoch and step == PARK_STEP  # processes that were started again
+    is_fresh = rules.committed == rules.begins_after
+    joins = is_fresh and epoch == rules.highest_epoch and step == PARK_STEP  # processes that were started again
     expect(epoch > rules.highest_epoch or urged or joins, f"park for epoch {epoch} after epoch {rules.highest_epoch}")
     if order.after_iteration:
         expect(rules.in_effect is not None and not rules.underway, "pauses while a transition is under way")

@@ -185,6 +185,7 @@ class Worker:
                 micro_batches=scenario.micro_batches,
                 iterations=scenario.iterations,
                 resume_from=scenario.resume_from if not self.joins else world.rng.randint(0, scenario.iterations),
+                resume_folder=f"iteration-{scenario.resume_from}" if scenario.resume_from else "",
                 fingerprint="other" if fate == "odd" else "same",
                 ramp=scenario.ramp,
                 evaluates=scenario.evaluate_every > 0,

@@ -1,4 +1,4 @@
-"""Jobs of any other family with one more feature: a batch ramp-up, or plans made ahead.
+"""Jobs of other families with one more feature: a batch ramp-up, plans made ahead, or a single replica.
 
 Changes a job that another module has drawn, and never plays it. Called by tests and `harness`.
 """
@@ -51,4 +51,32 @@ def draw_foreseeing(seed: int) -> Scenario:
         iteration_s=max(base.iteration_s, rng.choice([0.0, 0.0, 3.0])),
         limit_s=5 * base.limit_s,
         planner=base.planner if rng.random() < 0.8 else "wild",
+    )
+
+
+def draw_unreplicated(seed: int) -> Scenario:
+    """Draw a job with a single replica, which goes back to a checkpoint, or to the beginning, after most losses."""
+    rng = random.Random(seed + 7_000_000)
+    base = rng.choice((draw_plain, draw_stormy, draw_orphaned))(seed)
+    nodes, gpus = rng.choice([(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 2), (3, 1), (4, 1)])
+    ranks = nodes * gpus
+    tp = rng.choice([1, gpus]) if gpus == 2 else 1
+    disturbances = tuple(
+        event if event.rank is None else dataclasses.replace(event, rank=event.rank % ranks)
+        for event in base.disturbances
+    )
+    return dataclasses.replace(
+        base,
+        nodes=nodes,
+        gpus_per_node=gpus,
+        tp=tp,
+        pp=ranks // tp,
+        iterations=base.iterations + rng.choice([4, 8]),
+        micro_batches=rng.randint(2, 8),
+        disturbances=disturbances,
+        faults=(),
+        checkpoint_every=rng.choice([0, 1, 1, 2, 3]),
+        max_restarts=rng.choice([100, 100, 100, 1]),
+        come_backs=rng.choice([3, 3, 1]),
+        limit_s=3000.0,
     )

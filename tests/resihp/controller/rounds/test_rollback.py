@@ -20,6 +20,8 @@ from resihp.record.journal import (
     Reconfigured,
     RollbackDecided,
 )
+from resihp.simulator.harness import play
+from resihp.simulator.scenarios.mixed_jobs import draw_unreplicated
 from tests.resihp.controller.direct import DECLARE, Direct, outcome
 
 
@@ -223,6 +225,19 @@ def test_the_only_rank_may_be_lost() -> None:
     assert job.run(1).job.record.committed == 4
 
 
+def test_the_only_rank_may_be_lost_before_its_first_iteration() -> None:
+    job = trained(0, nodes=1, gpus=1, pp=1, come_backs=3)
+    job.crash(0)
+    job.wait(1)
+    assert job.end is None
+    job.join(1)
+    job.wait(1)
+    job.park(1, stepped=0)
+    job.wait(1)
+    assert not job.all(RollbackDecided)
+    assert job.run(1).job.record.committed == 1
+
+
 def test_a_process_that_does_not_start_in_time_is_not_waited_for() -> None:
     job = trained(5, checkpoint=3, nodes=1, gpus=2, come_backs=3, start_budget_s=60.0)
     job.crash(1)
@@ -293,3 +308,16 @@ def test_another_supervisor_carries_the_rollback_out() -> None:
     assert not after.all(RollbackDecided)
     assert after.job.record.committed == 3
     assert (proposal(after).base, proposal(after).checkpoint, proposal(after).next_iteration) == (None, "/ckpt/i3", 4)
+
+
+def test_invariants_hold_in_jobs_with_a_single_replica() -> None:
+    """With and without checkpoints, killed supervisors and processes that are started again."""
+    results = [play(draw_unreplicated(seed)) for seed in range(150)]
+    went_back = [result for result in results if result.all(RollbackDecided)]
+    assert len(went_back) >= 30
+    assert sum(result.exit_code == 0 for result in went_back) >= 15
+
+
+def test_a_newcomer_has_time_to_park_although_the_others_have_waited_for_long() -> None:
+    """The others had to wait until a rank that hung was killed."""
+    play(draw_unreplicated(165))

@@ -163,7 +163,10 @@ class EarlyWorkers:
 
     def wait(self, poll: select.poll) -> set[int]:
         """Wait for events, and start or hear early workers meanwhile. Return the descriptors that are ready."""
-        self._begin_one()
+        try:
+            self._begin_one()
+        except OSError as error:  # no process or descriptor is left: the ranks must go on
+            self._give_up(f"nothing is imported in advance: {error}")
         importing = self._importing
         if importing is None:
             timeout_ms = None if self._due == float("inf") else max(0.0, self._due - time.monotonic()) * 1000
@@ -186,7 +189,7 @@ class EarlyWorkers:
             return
         self._waiting[importing.pid] = importing
         rank = importing.expected.rank
-        print(f"rank {rank}: libraries imported in advance in {importing.report.seconds:.1f} s", file=sys.stderr)
+        _log(f"rank {rank}: libraries imported in advance in {importing.report.seconds:.1f} s")
 
     def _begin_one(self) -> None:
         if self._importing is not None or time.monotonic() < self._due:
@@ -201,16 +204,24 @@ class EarlyWorkers:
             self._due = float("inf")
             return
         if free_memory() < MIN_FREE_BYTES:
-            print("nothing is imported in advance: too little memory is free", file=sys.stderr)
-            self._due = float("inf")
+            self._give_up("nothing is imported in advance: too little memory is free")
             return
         ours, theirs = socket.socketpair()
         with theirs:
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError:
+                ours.close()
+                raise
             if pid == 0:
                 ours.close()
                 self._run(missing, LocalChannel(theirs))
         self._importing = EarlyWorker(pid, missing, LocalChannel(ours))
+
+    def _give_up(self, reason: str) -> None:
+        """Start no other early worker in this round."""
+        self._due = float("inf")
+        _log(reason)
 
     def _stop_importing(self) -> None:
         if self._importing is not None:
@@ -218,6 +229,12 @@ class EarlyWorkers:
             with suppress(ProcessLookupError):
                 os.kill(self._importing.pid, signal.SIGKILL)
             self._importing = None
+
+
+def _log(line: str) -> None:
+    """Write a line to the fork server's log, if it can be written: its disk may be full."""
+    with suppress(OSError):
+        print(line, file=sys.stderr)
 
 
 def import_and_wait(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -10,10 +12,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from resihp.protocol.channels import LocalChannel
+from resihp.worker import early as early_workers
 from resihp.worker.requests import Alone, Ended, Fork, Forked, KillOrphans, Ready, Report
 from resihp.worker.watched_reads import watched_arguments
 from tests.resihp.worker.test_forkserver import gone
@@ -279,3 +283,36 @@ def test_early_workers_end_with_their_fork_server(node: Node) -> None:
     (early,) = children_of(node.process.pid) - set(first)
     node.process.kill()
     assert gone(early)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_ranks_go_on_if_no_early_worker_can_be_forked_or_the_log_cannot_be_written(
+    is_full: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fork() -> int:
+        raise BlockingIOError("no process is left")
+
+    monkeypatch.setattr(os, "fork", fork)
+    monkeypatch.setattr(early_workers, "free_memory", lambda: early_workers.MIN_FREE_BYTES)
+    monkeypatch.setattr(early_workers, "EARLY_AFTER_S", 0.0)
+    workers = early_workers.EarlyWorkers(never_run)
+    workers.take(Fork(rank=0, kind="script", argv=("train.py",), cwd=str(tmp_path), environment={}, log=""))
+    poll, (heard, said) = select.poll(), os.pipe()
+    poll.register(heard, select.POLLIN)
+    os.write(said, b"x")
+    if is_full:
+        monkeypatch.setattr(sys, "stderr", FullDisk())
+    assert workers.wait(poll) == {heard}
+    assert workers.wait(poll) == {heard}
+    assert is_full or capsys.readouterr().err == "nothing is imported in advance: no process is left\n"
+    os.close(heard)
+    os.close(said)
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def never_run(request: Fork, channel: LocalChannel) -> NoReturn:
+    raise AssertionError

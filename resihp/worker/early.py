@@ -324,6 +324,8 @@ def _import(expected: Fork, agent_fd: int, folders: Sequence[str]) -> tuple[Impo
         raise TooEarlyError(f"the libraries at the top of the script take {seconds:.2f} s")
     if os.environ is not variables or PORT_VARIABLE in read:
         raise TooEarlyError(f"a library reads {PORT_VARIABLE}, or copies the whole environment")
+    if arguments.were_taken or (arguments.were_read and expected.kind == "module"):
+        raise TooEarlyError("a library changes or keeps the arguments, or reads those of a module")  # its file is first
     if obstacle := _obstacle(modules, descriptors, folders):
         raise TooEarlyError(obstacle)
     written = {

@@ -48,12 +48,16 @@ def watched_environment() -> Iterator[set[str]]:
 
 
 class RecordedArguments(list[str]):
-    """Arguments of the script that note whether anything has read them, or has kept a reference to them."""
+    """Arguments of the script that note whether anything has read them, or has kept a reference to them.
+
+    `were_taken`: whether they were changed, replaced or kept, so that the script would find others, or its own list
+    would not be the one that a library knows."""
 
     were_read = False
+    were_taken = False
 
     def __getattribute__(self, name: str) -> Any:
-        if name != "were_read":
+        if name not in ("were_read", "were_taken"):
             object.__setattr__(self, "were_read", True)
         return super().__getattribute__(name)
 
@@ -79,8 +83,9 @@ def watched_arguments() -> Iterator[RecordedArguments]:
     try:
         yield recorded
     finally:
-        if sys.argv is not recorded or sys.getrefcount(recorded) > references:
-            recorded.were_read = True
+        is_kept = sys.argv is not recorded or sys.getrefcount(recorded) > references
+        recorded.were_taken = is_kept or list.__ne__(recorded, usual)
+        recorded.were_read = recorded.were_read or recorded.were_taken
         sys.argv = usual
 
 

@@ -72,7 +72,13 @@ class Node:
         assert isinstance(self.server.recv(Report), Ready)
 
     def start_round(
-        self, number: int, ranks: int = 1, *, resume: str = "--resume=step_0", **environment: str
+        self,
+        number: int,
+        ranks: int = 1,
+        *,
+        program: str = "train.py",
+        resume: str = "--resume=step_0",
+        **environment: str,
     ) -> list[int]:
         """Start ranks that wait; return their process ids."""
         (self.folder / "wait").touch()
@@ -85,8 +91,8 @@ class Node:
             }
             request = Fork(
                 rank=rank,
-                kind="script",
-                argv=("train.py", "--lr", "1", resume),
+                kind="script" if program.endswith(".py") else "module",
+                argv=(program, "--lr", "1", resume),
                 cwd=str(self.folder),
                 environment={"OPTION": "a", **own, **environment},
                 log=str(self.folder / f"{rank}.log"),
@@ -195,6 +201,18 @@ def test_other_arguments_need_a_new_import_if_a_library_has_read_them(node: Node
     node.finish(second)
 
 
+def test_the_arguments_of_a_module_are_not_known_in_advance(node: Node) -> None:
+    """The first is its file, which python finds later."""
+    with (node.folder / "site-packages" / "library.py").open("a") as library:
+        library.write("PROGRAM = sys.argv[0]\n")
+    (node.folder / "train.py").write_text(SCRIPT.replace("sys.exit(3)", "print(library.PROGRAM)\nsys.exit(3)"))
+    first = node.start_round(0, program="train")
+    node.until_logged("reads those of a module")
+    node.end_round(first)
+    (second,) = node.start_round(1, program="train")
+    assert str(node.folder / "train.py") in node.finish(second)
+
+
 @pytest.mark.parametrize(
     "reading",
     [
@@ -251,6 +269,8 @@ def test_a_changed_script_is_started_as_it_is_now(node: Node) -> None:
         ("import socket\nSOCKET = socket.socket()", "opens socket:"),
         ("import ours", "imports ours, which is the user's"),
         ("ALL = dict(os.environ)", "copies the whole environment"),
+        ("sys.argv = [*sys.argv]", "changes or keeps the arguments"),
+        ("sys.argv.remove('1'); sys.argv.append('1')", "changes or keeps the arguments"),
         (
             "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' and not os.path.exists('ended'): sys.exit(9)",
             "SystemExit: 9",

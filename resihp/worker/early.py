@@ -37,7 +37,7 @@ from resihp.process import AGENT_FD, free_memory
 from resihp.protocol.channels import LocalChannel
 from resihp.worker import entry
 from resihp.worker.requests import Fork
-from resihp.worker.script_imports import ImportsAtTop, LibraryImport, imports_at_top
+from resihp.worker.script_imports import ImportsAtTop, LibraryImport, imports_at_top, state_of
 from resihp.worker.watched_reads import ALL_NAMES, watched_arguments, watched_environment
 
 EARLY_AFTER_S = 10.0
@@ -53,6 +53,8 @@ PORT_VARIABLE = "MASTER_PORT"
 RESUME_VARIABLES = "RESIHP_RESUME_"
 """Beginning of the names of the variables that name a checkpoint: it is not known in advance."""
 HARMLESS_DEVICES = ("/dev/null", "/dev/urandom")
+OUTPUT_NAME = "resihp-early-output"
+"""Name of the file in memory to which an early worker writes."""
 MOST_DISPENSABLE = "1000"
 """Value of `oom_score_adj` of a process that the kernel kills first."""
 
@@ -60,13 +62,13 @@ MOST_DISPENSABLE = "1000"
 class Imported(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Report of an early worker that has imported. `read`: names of the environment variables that were read meanwhile;
     `all_names`: whether the names of all variables were listed; `arguments`: whether those of the script were read.
-    `files`: as `ImportsAtTop.files`."""
+    `files`: as `ImportsAtTop.files`, and the folders of libraries."""
 
     seconds: float
     read: tuple[str, ...]
     all_names: bool
     arguments: bool
-    files: dict[str, tuple[int, int]]
+    files: dict[str, tuple[int, int, int]]
 
 
 class TooEarlyError(Exception):
@@ -247,7 +249,7 @@ def import_and_wait(
     to the log. Before, the process has been prepared like every worker.
     """
     agent_fd = os.open(os.devnull, os.O_RDONLY)  # keeps the number
-    output, complaints = os.memfd_create("resihp-early-output"), os.dup(2)
+    output, complaints = os.memfd_create(OUTPUT_NAME), os.dup(2)
     os.dup2(output, 1)
     os.dup2(output, 2)
     try:
@@ -269,6 +271,7 @@ def import_and_wait(
     while part := os.read(output, 1 << 16):
         os.write(1, part)
     os.close(output)
+    os.chdir(request.cwd)  # another folder may have its name now
     sys.argv[:] = request.argv
     os.environ.clear()
     os.environ.update({**request.environment, AGENT_FD: str(agent_fd)})
@@ -310,6 +313,7 @@ def _import(expected: Fork, agent_fd: int, folders: Sequence[str]) -> tuple[Impo
     removed). Raises TooEarlyError, and what an import raises."""
     entry.enter(expected.kind, expected.argv, expected.cwd, {**expected.environment, AGENT_FD: str(agent_fd)})
     imports = imports_at_top(expected.kind, expected.argv[0], folders)
+    state_of_folders = {folder: state_of(folder) for folder in folders}  # changes when a package is installed
     modules, descriptors = set(sys.modules), _open_files()
     variables, before = os.environ, dict(os.environ)
     begun = time.monotonic()
@@ -338,7 +342,7 @@ def _import(expected: Fork, agent_fd: int, folders: Sequence[str]) -> tuple[Impo
         read=tuple(read - {ALL_NAMES}),
         all_names=ALL_NAMES in read,
         arguments=arguments.were_read,
-        files=imports.files,
+        files=imports.files | state_of_folders,
     ), written
 
 
@@ -372,6 +376,8 @@ def _obstacle(modules: Set[str], descriptors: Set[tuple[int, str]], folders: Seq
     for descriptor, target in _open_files() - descriptors:
         if not stat.S_ISREG(os.stat(descriptor).st_mode) and target not in HARMLESS_DEVICES:
             return f"a library opens {target}"
+        if target.startswith(f"/memfd:{OUTPUT_NAME}"):
+            return "a library keeps a copy of standard output, which is the log only later"
     with suppress(ChildProcessError):
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         return "a library starts a process"

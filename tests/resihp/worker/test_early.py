@@ -77,6 +77,7 @@ class Node:
         ranks: int = 1,
         *,
         program: str = "train.py",
+        cwd: str = "",
         resume: str = "--resume=step_0",
         **environment: str,
     ) -> list[int]:
@@ -93,7 +94,7 @@ class Node:
                 rank=rank,
                 kind="script" if program.endswith(".py") else "module",
                 argv=(program, "--lr", "1", resume),
-                cwd=str(self.folder),
+                cwd=str(self.folder / cwd),
                 environment={"OPTION": "a", **own, **environment},
                 log=str(self.folder / f"{rank}.log"),
                 heading=f"round {number}",
@@ -261,6 +262,51 @@ def test_a_changed_script_is_started_as_it_is_now(node: Node) -> None:
     assert node.finish(second) == "1\nFalse\n"
 
 
+def test_a_newly_installed_package_needs_a_new_import(node: Node) -> None:
+    """Libraries look for others when they are imported."""
+    with (node.folder / "site-packages" / "library.py").open("a") as library:
+        library.write("print(os.path.exists(os.path.join(os.path.dirname(__file__), 'other.py')), flush=True)\n")
+    first = node.start_round(0)
+    node.until_logged("imported in advance")
+    node.end_round(first)
+    (node.folder / "site-packages" / "other.py").write_text("")
+    (second,) = node.start_round(1)
+    assert "the library is imported\nTrue\n" in node.finish(second)
+
+
+def test_a_folder_that_is_replaced_is_the_one_that_the_script_starts_in(node: Node) -> None:
+    """A name such as `current` may lead to another version of the user's files, with an equal script."""
+    versions = [node.folder / "v1", node.folder / "v2"]
+    for version in versions:
+        version.mkdir()
+        (version / "name.py").write_text(f"NAME = {version.name!r}\n")
+        (version / "train.py").write_text(SCRIPT.replace("sys.exit", "import name\nprint(name.NAME)\nsys.exit"))
+        os.utime(version / "train.py", (1, 1))
+    (node.folder / "current").symlink_to("v1")
+    first = node.start_round(0, program="current/train.py")
+    node.until_logged("imported in advance")
+    node.end_round(first)
+    (node.folder / "current").unlink()
+    (node.folder / "current").symlink_to("v2")
+    (second,) = node.start_round(1, program="current/train.py")
+    assert node.finish(second).endswith("v2\nend of the script\nend of the library\n")
+
+
+def test_the_working_directory_is_the_one_with_that_name_at_the_restart(node: Node) -> None:
+    (node.folder / "cwd").mkdir()
+    (node.folder / "cwd" / "wait").touch()
+    (node.folder / "train.py").write_text(SCRIPT.replace("sys.exit", "print(os.getcwd())\nsys.exit"))
+    first = node.start_round(0, cwd="cwd", program="../train.py")
+    node.until_logged("imported in advance")
+    early = children_of(node.process.pid) - set(first)
+    node.end_round(first)
+    (node.folder / "cwd").rename(node.folder / "old")
+    (node.folder / "cwd").mkdir()
+    (second,) = node.start_round(1, cwd="cwd", program="../train.py")
+    assert {second} == early
+    assert f"{node.folder / 'cwd'}\n" in node.finish(second)
+
+
 @pytest.mark.parametrize(
     ("at_import", "reason"),
     [
@@ -269,6 +315,7 @@ def test_a_changed_script_is_started_as_it_is_now(node: Node) -> None:
         ("import socket\nSOCKET = socket.socket()", "opens socket:"),
         ("import ours", "imports ours, which is the user's"),
         ("ALL = dict(os.environ)", "copies the whole environment"),
+        ("KEPT = os.dup(1)", "keeps a copy of standard output"),
         ("sys.argv = [*sys.argv]", "changes or keeps the arguments"),
         ("sys.argv.remove('1'); sys.argv.append('1')", "changes or keeps the arguments"),
         (

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import resource
 import select
 import signal
 import socket
@@ -38,7 +39,13 @@ from resihp.protocol.channels import LocalChannel
 from resihp.worker import entry
 from resihp.worker.requests import Fork
 from resihp.worker.script_imports import ImportsAtTop, LibraryImport, imports_at_top, state_of
-from resihp.worker.watched_reads import ALL_NAMES, watched_arguments, watched_environment
+from resihp.worker.watched_reads import (
+    ALL_NAMES,
+    has_driver_loaded,
+    hidden_devices,
+    watched_arguments,
+    watched_environment,
+)
 
 EARLY_AFTER_S = 10.0
 """Seconds from the start of a round until its early workers are started, one after the other: until then the ranks
@@ -314,11 +321,11 @@ def _import(expected: Fork, agent_fd: int, folders: Sequence[str]) -> tuple[Impo
     entry.enter(expected.kind, expected.argv, expected.cwd, {**expected.environment, AGENT_FD: str(agent_fd)})
     imports = imports_at_top(expected.kind, expected.argv[0], folders)
     state_of_folders = {folder: state_of(folder) for folder in folders}  # changes when a package is installed
-    modules, descriptors = set(sys.modules), _open_files()
+    modules, descriptors, had_driver = set(sys.modules), _open_files(), has_driver_loaded()
     variables, before = os.environ, dict(os.environ)
     begun = time.monotonic()
     try:
-        with watched_environment() as read, watched_arguments() as arguments:
+        with hidden_devices(), watched_environment() as read, watched_arguments() as arguments:
             for library in imports.libraries:
                 _perform(library)
     except (Exception, SystemExit) as error:
@@ -330,6 +337,8 @@ def _import(expected: Fork, agent_fd: int, folders: Sequence[str]) -> tuple[Impo
         raise TooEarlyError(f"a library reads {PORT_VARIABLE}, or copies the whole environment")
     if arguments.were_taken or (arguments.were_read and expected.kind == "module"):
         raise TooEarlyError("a library changes or keeps the arguments, or reads those of a module")  # its file is first
+    if has_driver_loaded() and not had_driver:
+        raise TooEarlyError("a library asks the CUDA driver for devices")
     if obstacle := _obstacle(modules, descriptors, folders):
         raise TooEarlyError(obstacle)
     written = {
@@ -381,4 +390,4 @@ def _obstacle(modules: Set[str], descriptors: Set[tuple[int, str]], folders: Seq
     with suppress(ChildProcessError):
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         return "a library starts a process"
-    return ""
+    return "a library starts a process" if any(resource.getrusage(resource.RUSAGE_CHILDREN)) else ""  # it has ended

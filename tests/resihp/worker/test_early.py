@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import _ctypes
 import io
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -48,6 +50,13 @@ print(library.ROUND, library.LOCAL_RANK, library.OPTION, os.environ["SET_BY_LIBR
 while os.path.exists("wait"):
     time.sleep(0.01)
 sys.exit(3)
+"""
+READ_LIKE_THE_DRIVER = """
+import ctypes
+def value():
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    return getenv(b"CUDA_VISIBLE_DEVICES")
 """
 
 
@@ -307,11 +316,41 @@ def test_the_working_directory_is_the_one_with_that_name_at_the_restart(node: No
     assert f"{node.folder / 'cwd'}\n" in node.finish(second)
 
 
+@pytest.mark.parametrize("devices", [{}, {"CUDA_VISIBLE_DEVICES": "0,1"}])
+def test_the_cuda_driver_finds_no_device_during_an_import_in_advance(node: Node, devices: dict[str, str]) -> None:
+    """The rank that runs meanwhile needs their memory. The rank itself finds them."""
+    with (node.folder / "site-packages" / "library.py").open("a") as library:
+        library.write(READ_LIKE_THE_DRIVER + "print(value())\n")
+    script = SCRIPT.replace("sys.exit", "print(library.value(), os.environ.get('CUDA_VISIBLE_DEVICES'))\nsys.exit")
+    (node.folder / "train.py").write_text(script)
+    first = node.start_round(0, **devices)
+    node.until_logged("imported in advance")
+    node.end_round(first)
+    (second,) = node.start_round(1, **devices)
+    own = devices.get("CUDA_VISIBLE_DEVICES")
+    lines = node.finish(second).splitlines()
+    assert lines[2] == "b''"
+    assert lines[4] == f"{own.encode() if own else None} {own}"
+
+
+def test_a_library_that_asks_the_cuda_driver_is_not_imported_in_advance(node: Node) -> None:
+    driver = node.folder / "site-packages" / "libcuda.so.1"
+    shutil.copy(_ctypes.__file__, driver)
+    with (node.folder / "site-packages" / "library.py").open("a") as library:
+        library.write(f"{READ_LIKE_THE_DRIVER}ctypes.CDLL({str(driver)!r})\nprint(value())\n")
+    first = node.start_round(0, CUDA_VISIBLE_DEVICES="0,1")
+    node.until_logged("asks the CUDA driver for devices")
+    node.end_round(first)
+    (second,) = node.start_round(1, CUDA_VISIBLE_DEVICES="0,1")
+    assert "b'0,1'" in node.finish(second)
+
+
 @pytest.mark.parametrize(
     ("at_import", "reason"),
     [
         ("import threading\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()", "starts a thread"),
         ("import subprocess\nCHILD = subprocess.Popen(['sleep', '60'])", "starts a process"),
+        ("import subprocess\nsubprocess.run(['true'])", "starts a process"),
         ("import socket\nSOCKET = socket.socket()", "opens socket:"),
         ("import ours", "imports ours, which is the user's"),
         ("ALL = dict(os.environ)", "copies the whole environment"),

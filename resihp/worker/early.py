@@ -8,9 +8,10 @@ round ends otherwise, it is killed. It is not forked again, so libraries may sta
 numbers or register exit functions: all that belongs to the rank that it becomes.
 
 An early worker is used only if the import could not have told the difference: folder, CPUs and every environment
-variable that was read meanwhile are the same, the arguments too if they were read, and the user's files are unchanged.
-It gives up, and the rank is started as usual, if the import fails, starts a thread of Python or a process, opens
-anything but files (a device, a connection), or imports a module of the user. What it prints goes to the rank's log when
+variable that was read meanwhile are the same, the arguments too if they were read, and the user's files and the list of
+installed packages are unchanged. It gives up, and the rank is started as usual, if the import fails, starts a thread of
+Python or a process, opens anything but files (a device, a connection), asks the CUDA driver for devices, keeps standard
+output, changes the arguments, or imports a module of the user. What it prints goes to the rank's log when
 it is used.
 """
 

@@ -91,8 +91,9 @@ class LocalChannel:
     def _exactly(self, count: int) -> bytes:
         content = bytearray()
         while len(content) < count:
-            flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-            chunk, descriptors, _, _ = socket.recv_fds(self._sock, count - len(content), 16, flags)
+            chunk, descriptors, _, _ = socket.recv_fds(self._sock, count - len(content), 16)
+            for descriptor in descriptors:  # `recv_fds` of Python 3.11 passes no flags on
+                os.set_inheritable(descriptor, False)
             self._descriptors += descriptors
             if not chunk:
                 raise EOFError("the other end of the socket is closed")

@@ -8,9 +8,10 @@ round ends otherwise, it is killed. It is not forked again, so libraries may sta
 numbers or register exit functions: all that belongs to the rank that it becomes.
 
 An early worker is used only if the import could not have told the difference: folder, CPUs and every environment
-variable that was read meanwhile are the same, the arguments too if they were read, and the user's files are unchanged.
-It gives up, and the rank is started as usual, if the import fails, starts a thread of Python or a process, opens
-anything but files (a device, a connection), or imports a module of the user. What it prints goes to the rank's log when
+variable that was read meanwhile are the same, the arguments too if they were read, and the user's files and the list of
+installed packages are unchanged. It gives up, and the rank is started as usual, if the import fails, starts a thread of
+Python or a process, opens anything but files (a device, a connection), asks the CUDA driver for devices, keeps standard
+output, changes the arguments, or imports a module of the user. What it prints goes to the rank's log when
 it is used.
 """
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import resource
 import select
 import signal
 import socket
@@ -37,8 +39,14 @@ from resihp.process import AGENT_FD, free_memory
 from resihp.protocol.channels import LocalChannel
 from resihp.worker import entry
 from resihp.worker.requests import Fork
-from resihp.worker.script_imports import ImportsAtTop, LibraryImport, imports_at_top
-from resihp.worker.watched_reads import ALL_NAMES, watched_arguments, watched_environment
+from resihp.worker.script_imports import ImportsAtTop, LibraryImport, imports_at_top, state_of
+from resihp.worker.watched_reads import (
+    ALL_NAMES,
+    has_driver_loaded,
+    hidden_devices,
+    watched_arguments,
+    watched_environment,
+)
 
 EARLY_AFTER_S = 10.0
 """Seconds from the start of a round until its early workers are started, one after the other: until then the ranks
@@ -53,6 +61,8 @@ PORT_VARIABLE = "MASTER_PORT"
 RESUME_VARIABLES = "RESIHP_RESUME_"
 """Beginning of the names of the variables that name a checkpoint: it is not known in advance."""
 HARMLESS_DEVICES = ("/dev/null", "/dev/urandom")
+OUTPUT_NAME = "resihp-early-output"
+"""Name of the file in memory to which an early worker writes."""
 MOST_DISPENSABLE = "1000"
 """Value of `oom_score_adj` of a process that the kernel kills first."""
 
@@ -60,13 +70,13 @@ MOST_DISPENSABLE = "1000"
 class Imported(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Report of an early worker that has imported. `read`: names of the environment variables that were read meanwhile;
     `all_names`: whether the names of all variables were listed; `arguments`: whether those of the script were read.
-    `files`: as `ImportsAtTop.files`."""
+    `files`: as `ImportsAtTop.files`, and the folders of libraries."""
 
     seconds: float
     read: tuple[str, ...]
     all_names: bool
     arguments: bool
-    files: dict[str, tuple[int, int]]
+    files: dict[str, tuple[int, int, int]]
 
 
 class TooEarlyError(Exception):
@@ -163,7 +173,10 @@ class EarlyWorkers:
 
     def wait(self, poll: select.poll) -> set[int]:
         """Wait for events, and start or hear early workers meanwhile. Return the descriptors that are ready."""
-        self._begin_one()
+        try:
+            self._begin_one()
+        except OSError as error:  # no process or descriptor is left: the ranks must go on
+            self._give_up(f"nothing is imported in advance: {error}")
         importing = self._importing
         if importing is None:
             timeout_ms = None if self._due == float("inf") else max(0.0, self._due - time.monotonic()) * 1000
@@ -186,7 +199,7 @@ class EarlyWorkers:
             return
         self._waiting[importing.pid] = importing
         rank = importing.expected.rank
-        print(f"rank {rank}: libraries imported in advance in {importing.report.seconds:.1f} s", file=sys.stderr)
+        _log(f"rank {rank}: libraries imported in advance in {importing.report.seconds:.1f} s")
 
     def _begin_one(self) -> None:
         if self._importing is not None or time.monotonic() < self._due:
@@ -201,16 +214,24 @@ class EarlyWorkers:
             self._due = float("inf")
             return
         if free_memory() < MIN_FREE_BYTES:
-            print("nothing is imported in advance: too little memory is free", file=sys.stderr)
-            self._due = float("inf")
+            self._give_up("nothing is imported in advance: too little memory is free")
             return
         ours, theirs = socket.socketpair()
         with theirs:
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError:
+                ours.close()
+                raise
             if pid == 0:
                 ours.close()
                 self._run(missing, LocalChannel(theirs))
         self._importing = EarlyWorker(pid, missing, LocalChannel(ours))
+
+    def _give_up(self, reason: str) -> None:
+        """Start no other early worker in this round."""
+        self._due = float("inf")
+        _log(reason)
 
     def _stop_importing(self) -> None:
         if self._importing is not None:
@@ -218,6 +239,12 @@ class EarlyWorkers:
             with suppress(ProcessLookupError):
                 os.kill(self._importing.pid, signal.SIGKILL)
             self._importing = None
+
+
+def _log(line: str) -> None:
+    """Write a line to the fork server's log, if it can be written: its disk may be full."""
+    with suppress(OSError):
+        print(line, file=sys.stderr)
 
 
 def import_and_wait(
@@ -230,7 +257,7 @@ def import_and_wait(
     to the log. Before, the process has been prepared like every worker.
     """
     agent_fd = os.open(os.devnull, os.O_RDONLY)  # keeps the number
-    output, complaints = os.memfd_create("resihp-early-output"), os.dup(2)
+    output, complaints = os.memfd_create(OUTPUT_NAME), os.dup(2)
     os.dup2(output, 1)
     os.dup2(output, 2)
     try:
@@ -252,6 +279,7 @@ def import_and_wait(
     while part := os.read(output, 1 << 16):
         os.write(1, part)
     os.close(output)
+    os.chdir(request.cwd)  # another folder may have its name now
     sys.argv[:] = request.argv
     os.environ.clear()
     os.environ.update({**request.environment, AGENT_FD: str(agent_fd)})
@@ -293,11 +321,12 @@ def _import(expected: Fork, agent_fd: int, folders: Sequence[str]) -> tuple[Impo
     removed). Raises TooEarlyError, and what an import raises."""
     entry.enter(expected.kind, expected.argv, expected.cwd, {**expected.environment, AGENT_FD: str(agent_fd)})
     imports = imports_at_top(expected.kind, expected.argv[0], folders)
-    modules, descriptors = set(sys.modules), _open_files()
+    state_of_folders = {folder: state_of(folder) for folder in folders}  # changes when a package is installed
+    modules, descriptors, had_driver = set(sys.modules), _open_files(), has_driver_loaded()
     variables, before = os.environ, dict(os.environ)
     begun = time.monotonic()
     try:
-        with watched_environment() as read, watched_arguments() as arguments:
+        with hidden_devices(), watched_environment() as read, watched_arguments() as arguments:
             for library in imports.libraries:
                 _perform(library)
     except (Exception, SystemExit) as error:
@@ -307,6 +336,10 @@ def _import(expected: Fork, agent_fd: int, folders: Sequence[str]) -> tuple[Impo
         raise TooEarlyError(f"the libraries at the top of the script take {seconds:.2f} s")
     if os.environ is not variables or PORT_VARIABLE in read:
         raise TooEarlyError(f"a library reads {PORT_VARIABLE}, or copies the whole environment")
+    if arguments.were_taken or (arguments.were_read and expected.kind == "module"):
+        raise TooEarlyError("a library changes or keeps the arguments, or reads those of a module")  # its file is first
+    if has_driver_loaded() and not had_driver:
+        raise TooEarlyError("a library asks the CUDA driver for devices")
     if obstacle := _obstacle(modules, descriptors, folders):
         raise TooEarlyError(obstacle)
     written = {
@@ -319,7 +352,7 @@ def _import(expected: Fork, agent_fd: int, folders: Sequence[str]) -> tuple[Impo
         read=tuple(read - {ALL_NAMES}),
         all_names=ALL_NAMES in read,
         arguments=arguments.were_read,
-        files=imports.files,
+        files=imports.files | state_of_folders,
     ), written
 
 
@@ -353,7 +386,9 @@ def _obstacle(modules: Set[str], descriptors: Set[tuple[int, str]], folders: Seq
     for descriptor, target in _open_files() - descriptors:
         if not stat.S_ISREG(os.stat(descriptor).st_mode) and target not in HARMLESS_DEVICES:
             return f"a library opens {target}"
+        if target.startswith(f"/memfd:{OUTPUT_NAME}"):
+            return "a library keeps a copy of standard output, which is the log only later"
     with suppress(ChildProcessError):
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         return "a library starts a process"
-    return ""
+    return "a library starts a process" if any(resource.getrusage(resource.RUSAGE_CHILDREN)) else ""  # it has ended

@@ -163,12 +163,14 @@ def _python_path(value: str, cwd: str) -> list[str]:
 
 
 def _settle(inherited: str | None, wanted: str | None) -> None:
-    """Undo two effects of the fork: numpy's random state shared by all workers, and the fork server's number of
-    threads."""
+    """Undo effects of the fork: random states of numpy and torch shared by all workers of all rounds, and the fork
+    server's number of threads."""
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
     torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.seed()  # torch drew the first seed when it was imported; GPUs have no generator yet
     if torch is not None and wanted != inherited and (wanted or "").isdigit() and int(wanted or 0) > 0:
         torch.set_num_threads(int(wanted or 1))
 

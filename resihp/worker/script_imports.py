@@ -37,12 +37,13 @@ class LibraryImport(NamedTuple):
 @dataclass
 class ImportsAtTop:
     libraries: list[LibraryImport] = field(default_factory=list)
-    files: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """The user's files that were read: modification time in ns, and size."""
+    files: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """The user's files that were read: modification time in ns, size, and number of the file itself, which differs if a
+    link leads to another copy."""
 
     def is_current(self) -> bool:
         """Return whether none of the user's files has changed since it was read."""
-        return all(_state_of(path) == state for path, state in self.files.items())
+        return all(state_of(path) == state for path, state in self.files.items())
 
 
 def library_folders() -> tuple[str, ...]:
@@ -65,12 +66,13 @@ def imports_at_top(kind: str, program: str, folders: Sequence[str]) -> ImportsAt
     return reader.result
 
 
-def _state_of(path: str) -> tuple[int, int]:
+def state_of(path: str) -> tuple[int, int, int]:
+    """Return what changes with a file or a folder, as in `ImportsAtTop.files`; zeros if there is none."""
     try:
         status = os.stat(path)
     except OSError:
-        return (0, 0)
-    return (status.st_mtime_ns, status.st_size)
+        return (0, 0, 0)
+    return (status.st_mtime_ns, status.st_size, status.st_ino)
 
 
 class _Reader:
@@ -84,7 +86,7 @@ class _Reader:
     def read(self, path: Path, package: str) -> bool:
         if str(path) in self.result.files:
             return True
-        state = _state_of(str(path))
+        state = state_of(str(path))
         if len(self.result.files) >= MAX_FILES or state[1] > MAX_FILE_BYTES:
             return False
         self.result.files[str(path)] = state

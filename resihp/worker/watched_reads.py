@@ -1,4 +1,4 @@
-"""Record which environment variables code reads, and whether it reads the arguments of the script.
+"""Record which environment variables code reads, and whether it reads the arguments of the script; hide GPUs from it.
 
 Used by `resihp.worker.early` while it imports libraries in advance, for a worker whose variables and arguments may
 differ from those that it has now.
@@ -10,10 +10,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 ALL_NAMES = "*"
+DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 USED_BY = {"fsspec.config": "FSSPEC"}
 """Modules that copy the whole environment, and the beginning of the names of those variables that they use."""
 
@@ -48,12 +50,16 @@ def watched_environment() -> Iterator[set[str]]:
 
 
 class RecordedArguments(list[str]):
-    """Arguments of the script that note whether anything has read them, or has kept a reference to them."""
+    """Arguments of the script that note whether anything has read them, or has kept a reference to them.
+
+    `were_taken`: whether they were changed, replaced or kept, so that the script would find others, or its own list
+    would not be the one that a library knows."""
 
     were_read = False
+    were_taken = False
 
     def __getattribute__(self, name: str) -> Any:
-        if name != "were_read":
+        if name not in ("were_read", "were_taken"):
             object.__setattr__(self, "were_read", True)
         return super().__getattribute__(name)
 
@@ -79,9 +85,35 @@ def watched_arguments() -> Iterator[RecordedArguments]:
     try:
         yield recorded
     finally:
-        if sys.argv is not recorded or sys.getrefcount(recorded) > references:
-            recorded.were_read = True
+        is_kept = sys.argv is not recorded or sys.getrefcount(recorded) > references
+        recorded.were_taken = is_kept or list.__ne__(recorded, usual)
+        recorded.were_read = recorded.were_read or recorded.were_taken
         sys.argv = usual
+
+
+@contextmanager
+def hidden_devices() -> Iterator[None]:
+    """Let the CUDA driver find no device meanwhile, so that no import takes memory of the device that the rank uses.
+
+    Only C code, and processes that are started, see the variable changed; those that ask the driver are noticed
+    afterwards (`_obstacle`). Nothing is hidden if the driver is loaded already: nobody could tell who asks it.
+    """
+    if has_driver_loaded():
+        yield
+        return
+    os.putenv(DEVICES_VARIABLE, "")
+    try:
+        yield
+    finally:
+        if DEVICES_VARIABLE in os.environ:
+            os.putenv(DEVICES_VARIABLE, os.environ[DEVICES_VARIABLE])
+        else:
+            os.unsetenv(DEVICES_VARIABLE)
+
+
+def has_driver_loaded() -> bool:
+    """Return whether the CUDA driver is loaded into this process."""
+    return "/libcuda.so" in Path("/proc/self/maps").read_text(errors="replace")
 
 
 def _reader() -> str:

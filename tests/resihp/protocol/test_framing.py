@@ -301,6 +301,7 @@ def test_local_channel_passes_file_descriptors_in_order() -> None:
         os.close(read)
         order = theirs.recv(WorkerOrder)
         descriptor = theirs.take_descriptor()
+        assert not os.get_inheritable(descriptor)
         assert os.read(descriptor, 1) == bytes([order.epoch])
         os.close(descriptor)
     with pytest.raises(ProtocolError):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import _ctypes
+import io
 import os
+import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,10 +14,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from resihp.protocol.channels import LocalChannel
+from resihp.worker import early as early_workers
 from resihp.worker.requests import Alone, Ended, Fork, Forked, KillOrphans, Ready, Report
 from resihp.worker.watched_reads import watched_arguments
 from tests.resihp.worker.test_forkserver import gone
@@ -45,6 +51,13 @@ while os.path.exists("wait"):
     time.sleep(0.01)
 sys.exit(3)
 """
+READ_LIKE_THE_DRIVER = """
+import ctypes
+def value():
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    return getenv(b"CUDA_VISIBLE_DEVICES")
+"""
 
 
 class Node:
@@ -68,7 +81,14 @@ class Node:
         assert isinstance(self.server.recv(Report), Ready)
 
     def start_round(
-        self, number: int, ranks: int = 1, *, resume: str = "--resume=step_0", **environment: str
+        self,
+        number: int,
+        ranks: int = 1,
+        *,
+        program: str = "train.py",
+        cwd: str = "",
+        resume: str = "--resume=step_0",
+        **environment: str,
     ) -> list[int]:
         """Start ranks that wait; return their process ids."""
         (self.folder / "wait").touch()
@@ -81,9 +101,9 @@ class Node:
             }
             request = Fork(
                 rank=rank,
-                kind="script",
-                argv=("train.py", "--lr", "1", resume),
-                cwd=str(self.folder),
+                kind="script" if program.endswith(".py") else "module",
+                argv=(program, "--lr", "1", resume),
+                cwd=str(self.folder / cwd),
                 environment={"OPTION": "a", **own, **environment},
                 log=str(self.folder / f"{rank}.log"),
                 heading=f"round {number}",
@@ -191,6 +211,18 @@ def test_other_arguments_need_a_new_import_if_a_library_has_read_them(node: Node
     node.finish(second)
 
 
+def test_the_arguments_of_a_module_are_not_known_in_advance(node: Node) -> None:
+    """The first is its file, which python finds later."""
+    with (node.folder / "site-packages" / "library.py").open("a") as library:
+        library.write("PROGRAM = sys.argv[0]\n")
+    (node.folder / "train.py").write_text(SCRIPT.replace("sys.exit(3)", "print(library.PROGRAM)\nsys.exit(3)"))
+    first = node.start_round(0, program="train")
+    node.until_logged("reads those of a module")
+    node.end_round(first)
+    (second,) = node.start_round(1, program="train")
+    assert str(node.folder / "train.py") in node.finish(second)
+
+
 @pytest.mark.parametrize(
     "reading",
     [
@@ -239,14 +271,92 @@ def test_a_changed_script_is_started_as_it_is_now(node: Node) -> None:
     assert node.finish(second) == "1\nFalse\n"
 
 
+def test_a_newly_installed_package_needs_a_new_import(node: Node) -> None:
+    """Libraries look for others when they are imported."""
+    with (node.folder / "site-packages" / "library.py").open("a") as library:
+        library.write("print(os.path.exists(os.path.join(os.path.dirname(__file__), 'other.py')), flush=True)\n")
+    first = node.start_round(0)
+    node.until_logged("imported in advance")
+    node.end_round(first)
+    (node.folder / "site-packages" / "other.py").write_text("")
+    (second,) = node.start_round(1)
+    assert "the library is imported\nTrue\n" in node.finish(second)
+
+
+def test_a_folder_that_is_replaced_is_the_one_that_the_script_starts_in(node: Node) -> None:
+    """A name such as `current` may lead to another version of the user's files, with an equal script."""
+    versions = [node.folder / "v1", node.folder / "v2"]
+    for version in versions:
+        version.mkdir()
+        (version / "name.py").write_text(f"NAME = {version.name!r}\n")
+        (version / "train.py").write_text(SCRIPT.replace("sys.exit", "import name\nprint(name.NAME)\nsys.exit"))
+        os.utime(version / "train.py", (1, 1))
+    (node.folder / "current").symlink_to("v1")
+    first = node.start_round(0, program="current/train.py")
+    node.until_logged("imported in advance")
+    node.end_round(first)
+    (node.folder / "current").unlink()
+    (node.folder / "current").symlink_to("v2")
+    (second,) = node.start_round(1, program="current/train.py")
+    assert node.finish(second).endswith("v2\nend of the script\nend of the library\n")
+
+
+def test_the_working_directory_is_the_one_with_that_name_at_the_restart(node: Node) -> None:
+    (node.folder / "cwd").mkdir()
+    (node.folder / "cwd" / "wait").touch()
+    (node.folder / "train.py").write_text(SCRIPT.replace("sys.exit", "print(os.getcwd())\nsys.exit"))
+    first = node.start_round(0, cwd="cwd", program="../train.py")
+    node.until_logged("imported in advance")
+    early = children_of(node.process.pid) - set(first)
+    node.end_round(first)
+    (node.folder / "cwd").rename(node.folder / "old")
+    (node.folder / "cwd").mkdir()
+    (second,) = node.start_round(1, cwd="cwd", program="../train.py")
+    assert {second} == early
+    assert f"{node.folder / 'cwd'}\n" in node.finish(second)
+
+
+@pytest.mark.parametrize("devices", [{}, {"CUDA_VISIBLE_DEVICES": "0,1"}])
+def test_the_cuda_driver_finds_no_device_during_an_import_in_advance(node: Node, devices: dict[str, str]) -> None:
+    """The rank that runs meanwhile needs their memory. The rank itself finds them."""
+    with (node.folder / "site-packages" / "library.py").open("a") as library:
+        library.write(READ_LIKE_THE_DRIVER + "print(value())\n")
+    script = SCRIPT.replace("sys.exit", "print(library.value(), os.environ.get('CUDA_VISIBLE_DEVICES'))\nsys.exit")
+    (node.folder / "train.py").write_text(script)
+    first = node.start_round(0, **devices)
+    node.until_logged("imported in advance")
+    node.end_round(first)
+    (second,) = node.start_round(1, **devices)
+    own = devices.get("CUDA_VISIBLE_DEVICES")
+    lines = node.finish(second).splitlines()
+    assert lines[2] == "b''"
+    assert lines[4] == f"{own.encode() if own else None} {own}"
+
+
+def test_a_library_that_asks_the_cuda_driver_is_not_imported_in_advance(node: Node) -> None:
+    driver = node.folder / "site-packages" / "libcuda.so.1"
+    shutil.copy(_ctypes.__file__, driver)
+    with (node.folder / "site-packages" / "library.py").open("a") as library:
+        library.write(f"{READ_LIKE_THE_DRIVER}ctypes.CDLL({str(driver)!r})\nprint(value())\n")
+    first = node.start_round(0, CUDA_VISIBLE_DEVICES="0,1")
+    node.until_logged("asks the CUDA driver for devices")
+    node.end_round(first)
+    (second,) = node.start_round(1, CUDA_VISIBLE_DEVICES="0,1")
+    assert "b'0,1'" in node.finish(second)
+
+
 @pytest.mark.parametrize(
     ("at_import", "reason"),
     [
         ("import threading\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()", "starts a thread"),
         ("import subprocess\nCHILD = subprocess.Popen(['sleep', '60'])", "starts a process"),
+        ("import subprocess\nsubprocess.run(['true'])", "starts a process"),
         ("import socket\nSOCKET = socket.socket()", "opens socket:"),
         ("import ours", "imports ours, which is the user's"),
         ("ALL = dict(os.environ)", "copies the whole environment"),
+        ("KEPT = os.dup(1)", "keeps a copy of standard output"),
+        ("sys.argv = [*sys.argv]", "changes or keeps the arguments"),
+        ("sys.argv.remove('1'); sys.argv.append('1')", "changes or keeps the arguments"),
         (
             "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' and not os.path.exists('ended'): sys.exit(9)",
             "SystemExit: 9",
@@ -279,3 +389,36 @@ def test_early_workers_end_with_their_fork_server(node: Node) -> None:
     (early,) = children_of(node.process.pid) - set(first)
     node.process.kill()
     assert gone(early)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_ranks_go_on_if_no_early_worker_can_be_forked_or_the_log_cannot_be_written(
+    is_full: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fork() -> int:
+        raise BlockingIOError("no process is left")
+
+    monkeypatch.setattr(os, "fork", fork)
+    monkeypatch.setattr(early_workers, "free_memory", lambda: early_workers.MIN_FREE_BYTES)
+    monkeypatch.setattr(early_workers, "EARLY_AFTER_S", 0.0)
+    workers = early_workers.EarlyWorkers(never_run)
+    workers.take(Fork(rank=0, kind="script", argv=("train.py",), cwd=str(tmp_path), environment={}, log=""))
+    poll, (heard, said) = select.poll(), os.pipe()
+    poll.register(heard, select.POLLIN)
+    os.write(said, b"x")
+    if is_full:
+        monkeypatch.setattr(sys, "stderr", FullDisk())
+    assert workers.wait(poll) == {heard}
+    assert workers.wait(poll) == {heard}
+    assert is_full or capsys.readouterr().err == "nothing is imported in advance: no process is left\n"
+    os.close(heard)
+    os.close(said)
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def never_run(request: Fork, channel: LocalChannel) -> NoReturn:
+    raise AssertionError

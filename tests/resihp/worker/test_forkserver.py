@@ -217,3 +217,16 @@ def test_a_worker_runs_on_the_cpus_that_it_is_given(shared: Shared) -> None:
         agent.fork(script, processors=processors)
         assert isinstance(agent.server.recv(Report), Ended)
         assert agent.said() == f"{expected}\n"
+
+
+@pytest.mark.parametrize("shared", ["torch"], indirect=True)
+def test_each_worker_draws_its_own_random_numbers(shared: Shared) -> None:
+    """As processes do that import torch themselves: nobody has seeded it."""
+    pytest.importorskip("torch")
+    node = shared.agent()
+    assert isinstance(node.server.recv(Report), Ready)
+    for rank in range(2):
+        pid = node.fork("import torch\nprint(torch.rand(1, dtype=torch.float64).item())\n", rank=rank)
+        assert node.server.recv(Report) == Ended(rank=rank, pid=pid, status=0), node.said()
+    first, second = node.said().split()
+    assert first != second

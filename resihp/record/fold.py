@@ -277,6 +277,7 @@ def _roll_back(record: JobRecord, entry: RollbackDecided) -> None:
     """Forget everything after the iteration from which training goes on. The plan in effect stays until the next one is
     in effect."""
     record.rollbacks.decide(entry)
+    record.epoch = max(record.epoch, entry.epoch)
     record.committed, record.last_outcome = entry.iteration, None
     record.evaluated = min(record.evaluated, entry.iteration)
     record.writers = {}

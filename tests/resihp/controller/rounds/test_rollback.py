@@ -9,6 +9,7 @@ import pytest
 
 from resihp.controller import Controller
 from resihp.controller import interface as api
+from resihp.controller.interface import Dependencies
 from resihp.controller.rounds.rollback import MANIFEST_PATIENCE_S
 from resihp.protocol import messages as m
 from resihp.record.fold import fold
@@ -321,3 +322,16 @@ def test_invariants_hold_in_jobs_with_a_single_replica() -> None:
 def test_a_newcomer_has_time_to_park_although_the_others_have_waited_for_long() -> None:
     """The others had to wait until a rank that hung was killed."""
     play(draw_unreplicated(165))
+
+
+def test_no_later_plan_has_an_epoch_before_the_rollback() -> None:
+    """All who had heard of the last epochs may be gone; steps of an earlier epoch would not count."""
+    job = trained(5, checkpoint=3)
+    lose_a_stage(job, stepped=5)
+    job.wait(1)
+    log = entries(job)
+    at = next(number for number, entry in enumerate(log) if isinstance(entry, RollbackDecided))
+    after = Controller.recover(
+        job.job.settings, [*log[:at], msgspec.structs.replace(log[at], epoch=9)], Dependencies(), ()
+    )
+    assert after.job.epoch == 9

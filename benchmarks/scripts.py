@@ -11,7 +11,8 @@ wait for a reader process that never answers, `slow` lets it run for a quarter o
 the seconds to mean something. `resihp run` imports a script's libraries for the next round from 10 s after the start
 on: `--sleep 1` makes a fault come later than that.
 
-`ft_launcher` is the one of nvidia-resiliency-ext, which must be importable.
+`ft_launcher` is the one of nvidia-resiliency-ext, which must be importable. `lm_resiliency` is torchrun with the
+rendezvous of that package, which must be installed.
 
 torchrun gets TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. Without it torch 2.13 keeps the store of a round that ended, and
 ranks of the next round connect to gloo addresses of dead processes.
@@ -45,8 +46,18 @@ TORCHRUN_COMMAND = ["torch.distributed.run", "--standalone", "--nproc-per-node",
 FT_COMMAND = ["nvidia_resiliency_ext.fault_tolerance.launcher", "--rdzv-backend", "c10d"]
 FT_COMMAND += ["--rdzv-endpoint", "localhost:0", "--nnodes", "1", "--nproc-per-node", "4", "--max-restarts", "3"]
 FT_COMMAND += ["--ignore-missing-fault-tol-cfg"]
+LM_COMMAND = ["torch.distributed.run", "--rdzv-backend", "lm_resiliency", "--rdzv-endpoint", "localhost:29431"]
+LM_COMMAND += ["--rdzv-id", "scripts", "--nnodes", "1", "--nproc-per-node", "4", "--max-restarts", "3", "--rdzv-conf"]
+LM_COMMAND += [
+    f"store_type=tcp,read_timeout=60,lm_resiliency_restart_context_path={tempfile.gettempdir()}/lm-context.json"
+]
 RESIHP_COMMAND = ["resihp", "run", "--local", "--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3"]
-LAUNCHERS = {"torchrun": TORCHRUN_COMMAND, "ft_launcher": FT_COMMAND, "resihp": RESIHP_COMMAND}
+LAUNCHERS = {
+    "torchrun": TORCHRUN_COMMAND,
+    "ft_launcher": FT_COMMAND,
+    "lm_resiliency": LM_COMMAND,
+    "resihp": RESIHP_COMMAND,
+}
 SIGNALS = {
     "kill": signal.SIGKILL,
     "stop": signal.SIGSTOP,

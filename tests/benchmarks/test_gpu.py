@@ -118,7 +118,8 @@ def test_a_job_that_ends_badly_keeps_its_losses_and_logs(tmp_path: Path) -> None
     scale = Scale(full=False, folder=tmp_path)
     shape = supervised.Shape(nodes=1, workers=2, tp=1, pp=2)
     faults = ("kill:rank=1@iteration={at},phase=backward",)  # the only holder of its stage: the job cannot go on
-    outcome = supervised.job(scale, "one replica", {"RESIHP_BACKEND": "gloo"}, faults, shape=shape)
+    environment = {"RESIHP_BACKEND": "gloo", "RESIHP_ADAPT__MAX_RESTARTS": "0"}
+    outcome = supervised.job(scale, "one replica", environment, faults, shape=shape)
     assert outcome.trouble.startswith("exit 5: ")
     assert list(outcome.losses) == list(range(1, supervised.AT))
     assert json.loads((tmp_path / "jobs" / "one-replica.json").read_text())["outcome"]["trouble"] == outcome.trouble

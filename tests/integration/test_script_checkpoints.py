@@ -104,7 +104,9 @@ PACED_SCRIPT = TRAINING_SCRIPT.replace("import argparse, os", "import argparse, 
 )
 PACED_SCRIPT = PACED_SCRIPT.replace("range(begin + 1, 61)", "range(begin + 1, 100_001)")
 PACED_SCRIPT = PACED_SCRIPT.replace(
-    "    dist.barrier()\n", "    if os.path.exists('enough'):\n        break\n    dist.barrier()\n"
+    "    dist.barrier()\n",
+    "    is_last = torch.tensor([float(os.path.exists('enough'))])\n    dist.broadcast(is_last, 0)\n"
+    "    if is_last.item():\n        break\n    dist.barrier()\n",
 )
 PACED_SCRIPT = PACED_SCRIPT.replace("    total = ", "    time.sleep(0.1)\n    total = ")
 JOB = """\

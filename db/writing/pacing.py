@@ -1,4 +1,4 @@
-"""When the ledger's writer writes: soon after a record that somebody waits for, later if only statistics wait.
+"""The pace of the ledger's writer: a batch soon after a record that readers wait for, later if only statistics wait.
 
 Decides how long a batch gathers; knows no database, and never drops anything. Called by `resihp.db.writer`; `wait` and
 `pause` in its thread, the other methods in any.

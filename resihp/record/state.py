@@ -227,7 +227,7 @@ class JobRecord:
     """Number of restarts in a row that followed a round without progress."""
     last_restart_reason: str = ""
     failed_on: dict[Device, int] = field(default_factory=dict)
-    """Number of rounds that a failure of a single process on each device ended; others may be its consequences."""
+    """Number of rounds in which the first failure was that of a single process, by its device."""
     counted_round: int = -1
     """The last round of which a failure is counted in `failed_on`."""
     enrolled: set[int] = field(default_factory=set)

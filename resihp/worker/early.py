@@ -11,7 +11,7 @@ An early worker is used only if the import could not have told the difference: f
 variable that was read meanwhile are the same, the arguments too if they were read, and the user's files and the list of
 installed packages are unchanged. It gives up, and the rank is started as usual, if the import fails, starts a thread of
 Python or a process, opens anything but files (a device, a connection), asks the CUDA driver for devices, keeps standard
-output, changes the arguments, or imports a module of the user. What it prints goes to the rank's log when
+output, changes the arguments, or imports a module of the user. Its output goes to the rank's log when
 it is used.
 """
 

@@ -96,7 +96,8 @@ def hidden_devices() -> Iterator[None]:
     """Let the CUDA driver find no device meanwhile, so that no import takes memory of the device that the rank uses.
 
     Only C code, and processes that are started, see the variable changed; those that ask the driver are noticed
-    afterwards (`_obstacle`). Nothing is hidden if the driver is loaded already: nobody could tell who asks it.
+    afterwards (`_obstacle`). Nothing is hidden if the driver is loaded already, because a request to it would not
+    be noticed then.
     """
     if has_driver_loaded():
         yield

@@ -14,7 +14,7 @@ from resihp.db.writer import Ledger
 from resihp.record import journal
 from tests.db.conftest import BEGAN, Listener, everything, held, outcome, rank_reports, started
 
-LOST = journal.NodeLost(node="n1", reason="gone")
+LOST_NODE = journal.NodeLost(node="n1", reason="gone")
 NEVER_S = 3600.0
 LONG_S = 0.7
 """Longer than any batch of a file gathers."""
@@ -57,7 +57,7 @@ def test_any_other_record_takes_waiting_statistics_along(ledger: Ledger) -> None
     commit(ledger, 3, 4, 5)
     time.sleep(LONG_S)
     assert (ledger.applied, ledger.behind) == (2, 3)
-    ledger.submit(journal.Record(6, BEGAN + 6, LOST))
+    ledger.submit(journal.Record(6, BEGAN + 6, LOST_NODE))
     commit(ledger, 7)
     reaches(ledger, 6)
     found = everything(ledger)
@@ -100,7 +100,7 @@ def test_a_queue_that_is_half_full_waits_for_nothing(ledger: Ledger) -> None:
 def test_statistics_are_written_once_the_database_is_back(ledger: Ledger) -> None:
     commit(ledger, 3, 4)
     with held(ledger.url):
-        ledger.submit(journal.Record(5, BEGAN + 5, LOST))
+        ledger.submit(journal.Record(5, BEGAN + 5, LOST_NODE))
         time.sleep(LONG_S)
         commit(ledger, 6, 7)
         assert ledger.applied == 2

@@ -27,8 +27,8 @@ def waits(job: Job) -> bool:
     transition = _transition(job)
     if not job.settings.max_restarts:
         return False
-    transition.state_lost_at = transition.state_lost_at or job.now
-    is_new, is_recent = job.now == transition.state_lost_at, job.now - transition.state_lost_at <= MANIFEST_PATIENCE_S
+    transition.held_since = transition.held_since or job.now
+    is_new, is_recent = job.now == transition.held_since, job.now - transition.held_since <= MANIFEST_PATIENCE_S
     return is_new or (is_recent and job.checkpointed > job.record.checkpointed)
 
 
@@ -69,8 +69,8 @@ def awaits_processes(job: Job) -> bool:
         job.order(newcomers, m.Park(epoch=job.epoch, reason=transition.reason))
         return True
     if not transition.parked:
-        transition.state_lost_at = transition.state_lost_at or job.now
-    if job.now == transition.state_lost_at:
+        transition.held_since = transition.held_since or job.now
+    if job.now == transition.held_since:
         return True  # the same event may order processes to start again
     starting = _starting(job)
     if job.now - transition.began_at > job.settings.start_budget_s or not (starting or job.unmeasured):

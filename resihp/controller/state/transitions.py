@@ -47,8 +47,8 @@ class Transition:
     action: Outlook = "start"
     reason: str = ""
     failures: list[int] = field(default_factory=list)
-    state_lost_at: float | None = None
-    """Time at which state turned out to be lost, before it is decided to go back to a checkpoint; otherwise None."""
+    held_since: float | None = None
+    """Time since which the decision waits, because state or all processes are lost (`rounds.rollback`); else None."""
     waits_for_processes: bool = False
     """Whether the user was told that a rollback waits for processes to start."""
     moved_at: float = 0.0

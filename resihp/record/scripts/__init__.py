@@ -1,2 +1,2 @@
-"""What is remembered about restarts: the journal's entries, the checkpoints of a script that does not declare a model,
-and the rollbacks of one that trains with resihp.Trainer."""
+"""The durable state of restarts: journal entries, the checkpoints of a script that does not declare a model, and the
+rollbacks of one that trains with resihp.Trainer."""

@@ -30,8 +30,8 @@ COMMITS_AFTER_FAILURE = 1
 _EVENT_ENTRIES = (
     *(journal.FaultInjected, journal.WorkerEnded, journal.NodeLost, journal.Suspected, journal.FailureFound),
     *(journal.ProbesTaken, journal.ChangeDecided, journal.ChangeDeclined, journal.PlanDecided, journal.PlanRefused),
-    *(journal.PlanWithdrawn, journal.PlanInEffect, journal.LeaderChosen, journal.FailureEnded, journal.RollbackDecided),
-    *(journal.JobEnded,),
+    *(journal.PlanWithdrawn, journal.PlanInEffect, journal.LeaderChosen, journal.FailureEnded, journal.JobEnded),
+    journal.RollbackDecided,
 )
 """Journal entries that become events of a root span."""
 

@@ -325,7 +325,7 @@ def test_a_newcomer_has_time_to_park_although_the_others_have_waited_for_long() 
 
 
 def test_no_later_plan_has_an_epoch_before_the_rollback() -> None:
-    """All who had heard of the last epochs may be gone; steps of an earlier epoch would not count."""
+    """All agents that had heard of the last epochs may be gone; steps of an earlier epoch would not count."""
     job = trained(5, checkpoint=3)
     lose_a_stage(job, stepped=5)
     job.wait(1)
